@@ -1,0 +1,15 @@
+"""Train models larger than a GPU's memory from an unmodified LightningModule.
+
+Importing the package registers ``strategy="roundpipe"`` and ``strategy="roundpipe_async"``.
+"""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_roundpipe.microbatch import UnsplittableBatchError
+from lightning_roundpipe.pipeline.tape import RecomputeError
+from lightning_roundpipe.strategy import RoundPipeStrategy
+
+__version__ = "0.1.0"
+__all__ = ["RecomputeError", "RoundPipeStrategy", "UnsplittableBatchError"]
+
+RoundPipeStrategy.register_strategies(StrategyRegistry)

@@ -1,0 +1,61 @@
+"""When the main thread must wait for the pipeline, because somebody looks at weights or gradients."""
+
+from typing import TYPE_CHECKING, Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+
+if TYPE_CHECKING:
+    from lightning_roundpipe.strategy import RoundPipeStrategy
+
+# Lightning's own callbacks that look at neither between batches. (Saving a checkpoint waits by itself.)
+_HARMLESS_MODULES = {
+    f"lightning.pytorch.callbacks.{name}"
+    for name in (
+        "callback", "checkpoint", "device_stats_monitor", "early_stopping", "gradient_accumulation_scheduler",
+        "lr_monitor", "model_checkpoint", "model_summary", "on_exception_checkpoint", "progress.progress_bar",
+        "progress.rich_progress", "progress.tqdm_progress", "rich_model_summary", "throughput_monitor", "timer",
+    )
+}  # fmt: skip
+
+_HOOKS_BETWEEN_BATCHES = (
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward",
+    "on_before_optimizer_step",
+)  # fmt: skip
+_MODULE_HOOKS = (*_HOOKS_BETWEEN_BATCHES, "optimizer_step", "configure_gradient_clipping")
+
+
+def hooks_that_look(trainer: "pl.Trainer") -> list[str]:
+    """The overridden hooks that run between a batch's backward and the next batch, and may use weights or gradients."""
+    module = trainer.lightning_module
+    found = [
+        f"{type(module).__name__}.{hook}"
+        for hook in _MODULE_HOOKS
+        if getattr(type(module), hook) is not getattr(pl.LightningModule, hook) or hook in vars(module)
+    ]
+    for callback in trainer.callbacks:
+        found += [
+            f"{type(callback).__name__}.{hook}"
+            for hook in _HOOKS_BETWEEN_BATCHES
+            if getattr(callback, hook).__module__ not in _HARMLESS_MODULES
+        ]
+    return found
+
+
+class WaitForPipeline(Callback):
+    """Comes first among the callbacks: the hooks after it see parameters with all steps made."""
+
+    def __init__(self, strategy: "RoundPipeStrategy") -> None:
+        self._strategy = strategy
+
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._strategy.settle()
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self._strategy.settle()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._strategy.settle()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._strategy.settle()

@@ -1,0 +1,217 @@
+"""What goes into a layer call and comes out of it, taken apart into leaves and put together again.
+
+A layer may write into what it is handed: a cache that it appends to, a dict that it fills. Run on the caller's own
+objects, the recompute would write a second time. So a call always works on a fresh copy of the *structure* (tensors
+are not copied), as it was before the call; what the first run changed in it is then written back to the caller's
+objects, once. Tensors inside objects thereby take part in autograd like any other argument.
+"""
+
+import types
+from collections import OrderedDict, UserDict
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MAX_NODES = 100_000
+_LEAF_TYPES = (
+    Tensor, nn.Module, str, bytes, int, float, complex, type(None), type, torch.Size, torch.dtype, torch.device, slice,
+    range, Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
+)  # fmt: skip
+
+
+class _Leaf:
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class _Node:
+    __slots__ = ("children", "index", "keys", "original")
+
+    def __init__(self, index: int, original: Any, keys: list[Any] | None, children: list[Any]) -> None:
+        self.index = index
+        self.original = original
+        self.keys = keys
+        self.children = children
+
+
+class Structure:
+    """A tree of lists, tuples, mappings and objects, taken apart.
+
+    Attributes:
+        leaves: Everything that is no container, in order: tensors, numbers, strings, None, modules...
+    """
+
+    def __init__(self, tree: Any, known: dict[int, Any] | None = None) -> None:
+        """Takes a tree apart.
+
+        Args:
+            tree: Any object.
+            known: Containers (by id) that are not taken apart but stand for the object given here.
+        """
+        self.leaves: list[Any] = []
+        self._nodes: list[_Node] = []
+        self._seen: dict[int, _Node] = {}
+        self._known = known or {}
+        self._root = self._take(tree)
+
+    def _take(self, item: Any) -> _Leaf | _Node:
+        if isinstance(item, _LEAF_TYPES):
+            return self._leaf(item)
+        if self._known and id(item) in self._known:
+            return self._leaf(self._known[id(item)])
+        if (node := self._seen.get(id(item))) is not None:
+            return node
+        contents = _contents(item)
+        if contents is None:
+            return self._leaf(item)
+        keys, values = contents
+        node = _Node(len(self._nodes), item, keys, [])
+        if node.index > _MAX_NODES:
+            raise ValueError(
+                f"An argument or output of a layer refers to more than {_MAX_NODES} objects, starting with a"
+                f" {type(self._nodes[0].original).__name__}. Pass the tensors that the layer needs instead."
+            )
+        self._nodes.append(node)
+        self._seen[id(item)] = node
+        node.children = [self._take(value) for value in values]
+        return node
+
+    def _leaf(self, item: Any) -> _Leaf:
+        self.leaves.append(item)
+        return _Leaf(len(self.leaves) - 1)
+
+    def build(self, leaves: Sequence[Any]) -> tuple[Any, "Built"]:
+        """Puts the tree together with other leaves. Returns it and the containers that were made for it."""
+        made: dict[int, Any] = {}
+        tree = _build(self._root, leaves, made)
+        return tree, Built(self._nodes, made)
+
+
+class Built:
+    """The containers of one :meth:`Structure.build`, able to tell what was changed in them since."""
+
+    def __init__(self, nodes: list[_Node], made: dict[int, Any]) -> None:
+        self._pairs = [(node.original, made[node.index]) for node in nodes if _mutable(made[node.index])]
+        self._before = [_values(new) for _, new in self._pairs]
+
+    def originals(self) -> dict[int, Any]:
+        """For each container made, by id, the original that it stands for."""
+        return {id(new): original for original, new in self._pairs}
+
+    def changes(self) -> list[tuple[int, Any]]:
+        """The changed containers: their number and their contents now."""
+        found = []
+        for number, ((_, new), before) in enumerate(zip(self._pairs, self._before, strict=True)):
+            now = _values(new)
+            if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+                found.append((number, _shallow(new)))
+        return found
+
+    def write_back(self, changes: list[tuple[int, Any]]) -> None:
+        """Makes the original containers what the changes say."""
+        for number, contents in changes:
+            original = self._pairs[number][0]
+            if isinstance(original, list):
+                original[:] = contents
+            elif isinstance(original, Mapping):
+                for key in [key for key in original if key not in contents]:
+                    del original[key]  # type: ignore[attr-defined]
+                for key, value in contents.items():
+                    original[key] = value  # type: ignore[index]
+            else:
+                vars(original).clear()
+                vars(original).update(contents)
+
+
+def _contents(item: Any) -> tuple[list[Any] | None, list[Any]] | None:
+    """Keys (None for sequences) and values of a container; None for what is no container."""
+    if isinstance(item, (list, tuple)):
+        return None, list(item)
+    if isinstance(item, Mapping):
+        return list(item), list(item.values())
+    attributes = getattr(item, "__dict__", None)
+    if type(attributes) is dict and not callable(item):
+        return list(attributes), list(attributes.values())
+    return None
+
+
+def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
+    if isinstance(node, _Leaf):
+        return leaves[node.index]
+    if node.index in made:
+        return made[node.index]
+    original = node.original
+    if isinstance(original, tuple):
+        items = [_build(child, leaves, made) for child in node.children]
+        new = type(original)(*items) if hasattr(original, "_fields") else type(original)(items)
+        made[node.index] = new
+        return new
+    if isinstance(original, list):
+        new = _empty_like(original)
+        made[node.index] = new
+        new.extend(_build(child, leaves, made) for child in node.children)
+        return new
+    new = _empty_like(original)
+    made[node.index] = new
+    values = {key: _build(child, leaves, made) for key, child in zip(node.keys, node.children, strict=True)}
+    if isinstance(original, OrderedDict) and hasattr(original, "__dataclass_fields__"):
+        # transformers' ModelOutput: attributes and keys are two views of the same values.
+        for key, value in values.items():
+            OrderedDict.__setitem__(new, key, value)
+            object.__setattr__(new, key, value)
+        for name in original.__dataclass_fields__:
+            if name not in values:
+                object.__setattr__(new, name, None)
+    elif isinstance(original, Mapping):
+        if isinstance(new, dict):
+            for key, value in values.items():
+                dict.__setitem__(new, key, value)
+        else:
+            for key, value in values.items():
+                new[key] = value
+    else:
+        vars(new).update(values)
+    return new
+
+
+def _empty_like(original: Any) -> Any:
+    if type(original) in (list, dict):
+        return type(original)()
+    if isinstance(original, UserDict):
+        new = object.__new__(type(original))
+        vars(new).update(vars(original))
+        new.data = {}
+        return new
+    if isinstance(original, (list, dict)):
+        new = type(original).__new__(type(original))
+        if getattr(original, "__dict__", None):
+            vars(new).update(vars(original))
+        if hasattr(original, "default_factory"):
+            new.default_factory = original.default_factory
+        return new
+    if isinstance(original, Mapping):
+        return {}
+    return object.__new__(type(original))
+
+
+def _mutable(item: Any) -> bool:
+    return not isinstance(item, tuple)
+
+
+def _values(item: Any) -> list[Any]:
+    if isinstance(item, list):
+        return list(item)
+    contents: Mapping[Any, Any] = item if isinstance(item, Mapping) else vars(item)
+    return [part for pair in contents.items() for part in pair]
+
+
+def _shallow(item: Any) -> Any:
+    """The contents in a plain container, so that they can be taken apart in their turn."""
+    if isinstance(item, list):
+        return list(item)
+    return dict(item) if isinstance(item, Mapping) else dict(vars(item))

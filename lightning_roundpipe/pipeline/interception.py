@@ -1,0 +1,155 @@
+"""What stands between the user's step and the layers: their ``forward`` during a step, and parameters used outside.
+
+Both are in force only while a step runs, and only in the threads of its microbatches. In between, the user's module is
+untouched.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_roundpipe.pipeline.replica import Layer
+
+CallHandler = Callable[[Layer, tuple[Any, ...], dict[str, Any]], Any]
+
+_current = threading.local()
+
+# What is about the parameter object itself rather than its values.
+_ABOUT_THE_OBJECT = {
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "__deepcopy__",
+    "__reduce_ex__", "__setstate__", "detach_", "set_", "share_memory_", "is_shared", "data_ptr", "__hash__",
+    "untyped_storage", "backward", "size", "dim", "numel", "stride", "__len__", "__repr__", "__format__",
+}  # fmt: skip
+_DIFFERENTIABLE_PROPERTIES = {"T", "mT", "H", "mH", "real", "imag"}
+
+
+@contextmanager
+def handling_calls(handler: CallHandler) -> Iterator[None]:
+    """Lets the handler execute the layer calls of this thread."""
+    _current.handler = handler
+    try:
+        yield
+    finally:
+        _current.handler = None
+
+
+@contextmanager
+def handling_no_calls() -> Iterator[None]:
+    """Lets layers that are called from within a layer run as they are."""
+    handler = _current.handler
+    _current.handler = None
+    try:
+        yield
+    finally:
+        _current.handler = handler
+
+
+class Interception:
+    """Puts our ``forward`` on the layers, and takes it off again."""
+
+    def __init__(self, layers: Sequence[Layer]) -> None:
+        self._layers = layers
+        for layer in layers:
+            layer.intercept = _forward_of(layer)
+
+    def install(self) -> None:
+        for layer in self._layers:
+            attributes = layer.module.__dict__
+            layer.own_forward = attributes.get("forward")
+            attributes["forward"] = layer.intercept
+
+    def remove(self) -> None:
+        for layer in self._layers:
+            attributes = layer.module.__dict__
+            if attributes.get("forward") is layer.intercept:
+                if layer.own_forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = layer.own_forward
+
+
+def _forward_of(layer: Layer) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        handler: CallHandler | None = getattr(_current, "handler", None)
+        if handler is not None:
+            return handler(layer, args, kwargs)
+        if layer.own_forward is not None:
+            return layer.own_forward(*args, **kwargs)
+        return type(layer.module).forward(layer.module, *args, **kwargs)
+
+    return forward
+
+
+class OutsideParameters(TorchFunctionMode):
+    """Parameters used by the code between layers: replaced by leaves of the microbatch's own.
+
+    So their gradients are the microbatch's, not added by several threads to the module's parameters in any order.
+    Where gradients are disabled, the parameters themselves are meant, as in an in-place update of a teacher.
+
+    Args:
+        owns: Whether a tensor is one of the module's parameters.
+        stand_in: The leaf that stands for a parameter in this microbatch.
+        settle: Waits until a parameter's pending optimizer step is done.
+    """
+
+    def __init__(
+        self,
+        owns: Callable[[object], bool],
+        stand_in: Callable[[nn.Parameter], Tensor],
+        settle: Callable[[nn.Parameter], None],
+    ) -> None:
+        super().__init__()
+        self._owns = owns
+        self._stand_in = stand_in
+        self._settle = settle
+        self._paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Replaces nothing for a while (when a mode of the user's own lies above this one on the stack)."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if self._any_parameter(args) or (kwargs and self._any_parameter(kwargs.values())):
+            if not _is_about_the_object(func):
+                args = tuple(self.replace(item) for item in args)
+                kwargs = {key: self.replace(item) for key, item in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def replace(self, item: Any) -> Any:
+        """A value with the module's parameters replaced, in lists and tuples, too."""
+        if isinstance(item, nn.Parameter) and self._owns(item):
+            if not torch.is_grad_enabled():
+                self._settle(item)
+                return item
+            return self._stand_in(item)
+        if type(item) in (list, tuple) and self._any_parameter(item):
+            return type(item)(self.replace(part) for part in item)
+        return item
+
+    def _any_parameter(self, items: Iterable[Any]) -> bool:
+        return any(
+            isinstance(item, nn.Parameter) or (type(item) in (list, tuple) and self._any_parameter(item))
+            for item in items
+        )
+
+
+def _is_about_the_object(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _DIFFERENTIABLE_PROPERTIES
+    return name in _ABOUT_THE_OBJECT

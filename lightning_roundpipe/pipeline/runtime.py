@@ -1,0 +1,872 @@
+"""The runtime: executes a schedule with one thread per microbatch.
+
+A microbatch's thread runs the user's step from beginning to end, and then its backward. It executes the layers itself,
+on the device that the schedule names; it never hands work to another thread. Between layers it holds the baton.
+"""
+
+import bisect
+import contextvars
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.pipeline.arguments import Structure
+from lightning_roundpipe.pipeline.interception import (
+    Interception,
+    OutsideParameters,
+    handling_calls,
+    handling_no_calls,
+)
+from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
+from lightning_roundpipe.pipeline.replica import Layer, NormStatistics, commit_norm_statistics
+from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
+from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
+from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
+from lightning_roundpipe.schedules import Action, Partition, balance, roundpipe
+from lightning_roundpipe.schedules.schedule import Kind
+from lightning_roundpipe.state.gradients import BatchGradients, Gradients
+from lightning_roundpipe.state.parameters import ParameterStore, Unit
+
+Step = Callable[[], Tensor | None]
+"""The user's step for one microbatch. Returns the loss, or None where there is nothing to train."""
+
+_MISSING = object()
+
+_running = threading.local()
+"""The microbatch of the current thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The expected layer calls of a microbatch, and the stages they make."""
+
+    calls: tuple[int, ...]
+    """Layer indices in call order."""
+    partition: Partition
+    positions: dict[int, list[int]]
+    forward_stage: tuple[int, ...]
+    backward_stage: tuple[int, ...]
+
+    @classmethod
+    def make(cls, calls: Sequence[int], forward: Sequence[float], backward: Sequence[float], fused: bool) -> "Plan":
+        partition = balance(forward, backward, fused=fused)
+        positions: dict[int, list[int]] = {}
+        for position, layer in enumerate(calls):
+            positions.setdefault(layer, []).append(position)
+        offset = len(partition.forward)
+        forward_stage = [offset] * len(calls)
+        for stage, range_ in enumerate(partition.forward):
+            for position in range_:
+                forward_stage[position] = stage
+        backward_stage = [offset] * len(calls)
+        for number, range_ in enumerate(partition.backward):
+            for position in range_:
+                backward_stage[position] = offset + number
+        return cls(tuple(calls), partition, positions, tuple(forward_stage), tuple(backward_stage))
+
+    def locate(self, layer: int, start: int) -> int | None:
+        """The first position of the layer from ``start`` on."""
+        positions = self.positions.get(layer, [])
+        i = bisect.bisect_left(positions, start)
+        return positions[i] if i < len(positions) else None
+
+    @property
+    def fused_stage(self) -> int | None:
+        return len(self.partition.forward) if self.partition.fused and self.partition.backward else None
+
+
+@dataclass(slots=True)
+class Costs:
+    """Measured seconds per layer: the mean over its calls, the first batch left out."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.calls += 1
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.calls if self.calls else 0.0
+
+
+@dataclass(slots=True)
+class DeviceUse:
+    """How long a device has been busy, and with how many calls."""
+
+    busy_seconds: float = 0.0
+    calls: int = 0
+
+
+class Microbatch:
+    """What belongs to one microbatch of one batch."""
+
+    def __init__(self, batch: "Batch", index: int) -> None:
+        self.batch = batch
+        self.index = index
+        self.calls: list[Call] = []
+        self.sequence: list[int] = []
+        self.position = 0
+        self.stage = -1
+        """The last stage that was entered, forward and backward stages counted on."""
+        self.ticket: tuple[int, Action] | None = None
+        self.device = 0
+        self.place: threading.Condition | None = None
+        self.in_backward = False
+        self.token = torch.empty(0, requires_grad=True)
+        self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self.random_state: RandomState | None = None
+        self.attributes: dict[tuple[nn.Module, str], Any] = {}
+        self.norm_statistics: list[NormStatistics] = []
+        self.calls_left: dict[Unit, int] = {}
+        self.units_left: set[Unit] = set()
+        self.where = ""
+        self.phase = "forward"
+        self.mode: OutsideParameters | None = None
+
+    @property
+    def label(self) -> str:
+        return f"microbatch {self.index + 1} of {self.batch.microbatches}"
+
+
+class Batch:
+    """One batch in flight."""
+
+    def __init__(
+        self,
+        pipeline: "Pipeline",
+        number: int,
+        seed_step: int,
+        weights: Sequence[float],
+        scale: Callable[[], float],
+        deferred: bool,
+        plan: Plan | None,
+        gradients: BatchGradients,
+        version: int,
+    ) -> None:
+        self.pipeline = pipeline
+        self.number = number
+        self.seed_step = seed_step
+        self.weights = weights
+        self.microbatches = len(weights)
+        self.scale = scale
+        self.deferred = deferred
+        self.plan = plan
+        self.gradients = gradients
+        self.version = version
+        self.released = not deferred
+        self.losses: list[Tensor | None] = [None] * self.microbatches
+        self.runs: list[Microbatch | None] = [None] * self.microbatches
+        self.stage_device: dict[int, int] = {}
+        self.stage_kind: dict[int, Kind] = {}
+        self.attribute_base: dict[tuple[nn.Module, str], Any] = {}
+        self.attribute_holder: Microbatch | None = None
+        self._forwards_left = self.microbatches
+        self._threads_left = self.microbatches
+        self._changed = pipeline.monitor.condition()
+
+    @property
+    def warm_up(self) -> bool:
+        return self.plan is None
+
+    def wait_forward(self) -> None:
+        """Waits until every loss is known."""
+        monitor = self.pipeline.monitor
+        with monitor.lock:
+            monitor.wait_for(self._changed, lambda: self._forwards_left == 0)
+
+    def wait_all(self) -> None:
+        """Waits until every microbatch's backward is done and its gradients are in the sums."""
+        monitor = self.pipeline.monitor
+        with monitor.lock:
+            monitor.wait_for(self._changed, lambda: self._threads_left == 0)
+
+    def release(self, scale: float) -> None:
+        """Lets the backward of a deferred batch begin, with this gradient of the loss."""
+        self.scale = lambda: scale
+        with self.pipeline.monitor.lock:
+            self.released = True
+            self._changed.notify_all()
+
+    def wait_released(self) -> None:
+        monitor = self.pipeline.monitor
+        with monitor.lock:
+            monitor.wait_for(self._changed, lambda: self.released)
+
+    def forward_done(self) -> None:
+        with self.pipeline.monitor.lock:
+            self._forwards_left -= 1
+            self._changed.notify_all()
+
+    def thread_done(self) -> None:
+        with self.pipeline.monitor.lock:
+            self._threads_left -= 1
+            self._changed.notify_all()
+
+
+class Pipeline(CallOwner):
+    """Trains one module's layers on a pool of devices.
+
+    Args:
+        root: The module.
+        devices: The devices.
+        layers: Which submodules are layers; see :func:`find_layers`.
+        staleness: 0 or 1; see :class:`ParameterStore`.
+        seed: Base of all random numbers drawn in microbatches.
+        first_step: Number of batches trained so far, as a counter for the random numbers.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        devices: Sequence[Device],
+        *,
+        layers: LayerSpec | None = None,
+        staleness: int = 0,
+        seed: int = 0,
+        first_step: int = 0,
+    ) -> None:
+        self.root = root
+        self.devices = list(devices)
+        self.seed = seed
+        self.step = first_step
+        self.monitor = Monitor()
+        self.turnstiles = Turnstiles(self.monitor, len(self.devices))
+        self.baton = Baton(self.monitor)
+        self.layers = [Layer(i, name, module) for i, (name, module) in enumerate(find_layers(root, layers).items())]
+        self.interception = Interception(self.layers)
+        self.store = ParameterStore(root, self.layers, self.monitor, staleness)
+        self.gradients = Gradients(self.store, self.monitor)
+        self.plan: Plan | None = None
+        self.forward_costs = [Costs() for _ in self.layers]
+        self.backward_costs = [Costs() for _ in self.layers]
+        self.use = [DeviceUse() for _ in self.devices]
+        self.batches = 0
+        self.last_microbatches = 0
+        self._next_device = 0
+        self._threads: list[_Thread] = []
+        self._batch: Batch | None = None
+        self._left_random_state: Tensor | None = None
+        self._swaps_everything = False
+        """Whether the code between layers draws from Python's or NumPy's generator."""
+
+    # -- called by the main thread ---------------------------------------------------------------------------------
+
+    def start_batch(
+        self,
+        steps: Sequence[Step],
+        weights: Sequence[float],
+        scale: Callable[[], float],
+        *,
+        deferred: bool = False,
+    ) -> Batch:
+        """Runs the forward of a batch, and starts its backward. Returns when all losses are known.
+
+        Args:
+            steps: The user's step for each microbatch.
+            weights: The weight of each microbatch's loss in the batch's loss.
+            scale: Factor of the batch's loss; asked for when the first backward begins.
+            deferred: Whether the backward waits for :meth:`Batch.release`.
+
+        Raises:
+            BaseException: Whatever was raised in a microbatch, with a note that says where.
+        """
+        self.check()
+        if not all(layer.is_current() for layer in self.layers):
+            raise RuntimeError(
+                "The model's modules or parameters were replaced during training:"
+                f" {', '.join(layer.name for layer in self.layers if not layer.is_current())}."
+                " Change them before fit, or call fit again after the change."
+            )
+        self.store.refresh()
+        plan = self._plan_for(deferred)
+        batch = Batch(
+            self,
+            self.batches,
+            self.step,
+            weights,
+            scale,
+            deferred,
+            plan,
+            self.gradients.begin_batch(len(weights)),
+            self.store.version_for_next_batch(),
+        )
+        self.batches += 1
+        self.step += 1
+        self.last_microbatches = batch.microbatches
+        self._batch = batch
+        self._line_up(batch)
+        while len(self._threads) < batch.microbatches:
+            self._threads.append(_Thread(f"roundpipe-{len(self._threads)}"))
+        outside = RandomState.capture() if batch.microbatches > 1 else None
+        self._left_random_state = None
+        self.interception.install()
+        try:
+            for index, step in enumerate(steps):
+                context = contextvars.copy_context()
+                self._threads[index].submit(lambda i=index, s=step, c=context: c.run(self._run_microbatch, batch, i, s))
+            self.until(batch.wait_forward)
+            if batch.warm_up and not deferred or self._draws_on_the_host():
+                self.until(batch.wait_all)
+        finally:
+            self.interception.remove()
+            if outside is not None:
+                outside.restore()
+        self._restore_attributes(batch, batch.runs[-1])
+        commit_norm_statistics([run.norm_statistics for run in batch.runs if run is not None])
+        self._replan(batch)
+        return batch
+
+    def until(self, wait: Callable[[], None]) -> None:
+        """Waits; raises what failed, and takes an interrupt of the wait for a failure of the pipeline."""
+        try:
+            wait()
+        except Cancelled:
+            self.check()
+            raise
+        except BaseException as error:  # Ctrl-C arrives here
+            self.monitor.fail(error)
+            raise
+
+    def check(self) -> None:
+        """Raises the error that the pipeline failed with, if it did."""
+        if self.monitor.failure is not None:
+            raise self.monitor.failure
+
+    def wait_backward(self) -> None:
+        """Waits for the backward of the last batch."""
+        if self._batch is not None:
+            self.until(self._batch.wait_all)
+        self.check()
+
+    def close(self) -> None:
+        """Ends all threads. Whatever still runs is cancelled."""
+        self.monitor.fail(Cancelled())
+        for thread in self._threads:
+            thread.close()
+        self._threads = []
+        self._batch = None
+
+    @property
+    def batch(self) -> Batch | None:
+        return self._batch
+
+    def unit_order(self) -> list[Unit]:
+        """The units in the order of their first use in the forward."""
+        found: dict[Unit, None] = {unit: None for unit in self.store.units}
+        for layer in self.layers:
+            for unit in self.store.units_of_layer(layer):
+                found.pop(unit, None)
+        for index in self.plan.calls if self.plan is not None else ():
+            found.update(dict.fromkeys(self.store.units_of_layer(self.layers[index])))
+        found.update(dict.fromkeys(self.store.units))
+        return list(found)
+
+    def _draws_on_the_host(self) -> bool:
+        """Whether a recompute would take the process's generators away from the main thread's own code."""
+        return any(device.shares_host_generator for device in self.devices) and any(
+            layer.traits.draws for layer in self.layers
+        )
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    def _plan_for(self, deferred: bool) -> Plan | None:
+        if self.plan is None or not deferred:
+            return self.plan
+        return self._make_plan(self.plan.calls, fused=False)
+
+    def _make_plan(self, calls: Sequence[int], *, fused: bool) -> Plan:
+        forward = [self.forward_costs[i].mean for i in calls]
+        backward = [self.backward_costs[i].mean or 3 * self.forward_costs[i].mean for i in calls]
+        return Plan.make(calls, forward, backward, fused)
+
+    def _replan(self, batch: Batch) -> None:
+        """Plans the next batch by the calls that this one made, and by measured costs."""
+        sequences = [tuple(run.sequence) for run in batch.runs if run is not None]
+        merged = batch.plan.calls if batch.plan is not None else ()
+        for sequence in sequences:
+            merged = merge_sequences(merged, sequence)
+        if batch.plan is None:
+            for layer in self.layers:
+                self.store.add_to_layer(layer, layer.traits.foreign)
+        if batch.plan is None or merged != batch.plan.calls or batch.number == 1:
+            self.plan = self._make_plan(merged, fused=True)
+        if batch.plan is None:
+            # Whatever happens for the first time is slow: only what comes now is measured.
+            self.forward_costs = [Costs() for _ in self.layers]
+            self.backward_costs = [Costs() for _ in self.layers]
+
+    def _line_up(self, batch: Batch) -> None:
+        number = batch.number
+        if batch.plan is None:
+            # Warm-up: one microbatch after the other, on the first device.
+            actions = [_serial(i, backward) for i in range(batch.microbatches) for backward in (False, True)]
+            if batch.deferred:
+                actions.sort(key=lambda action: action.stage)
+            lines: list[list[tuple[int, Action]]] = [[] for _ in self.devices]
+            lines[0] = [(number, action) for action in actions]
+            self.turnstiles.extend(lines)
+            return
+        schedule = roundpipe(
+            batch.plan.partition, batch.microbatches, len(self.devices), self._next_device
+        )
+        self._next_device = (schedule.last_device + 1) % len(self.devices)
+        for device, actions in enumerate(schedule.devices):
+            for action in actions:
+                batch.stage_device[action.stage] = device
+                batch.stage_kind[action.stage] = action.kind
+        self.turnstiles.extend([[(number, action) for action in actions] for actions in schedule.devices])
+
+    # -- one microbatch, in its own thread -------------------------------------------------------------------------
+
+    def _run_microbatch(self, batch: Batch, index: int, step: Step) -> None:
+        microbatch = Microbatch(batch, index)
+        batch.runs[index] = microbatch
+        _running.microbatch = microbatch
+        try:
+            if batch.warm_up:
+                self.turnstiles.enter((batch.number, _serial(index, False)))
+            loss = self._forward(microbatch, step)
+            batch.losses[index] = None if loss is None else loss.detach()
+            self._count_calls(microbatch)
+            batch.forward_done()
+            if batch.warm_up:
+                self.turnstiles.leave((batch.number, _serial(index, False)))
+                self.turnstiles.enter((batch.number, _serial(index, True)))
+            if loss is not None:
+                self._backward(microbatch, loss)
+            self._pass_remaining(microbatch)
+            self._finish_units(microbatch)
+            if batch.warm_up:
+                self.turnstiles.leave((batch.number, _serial(index, True)))
+            batch.thread_done()
+        except Cancelled:
+            pass  # the thread that failed holds the error
+        except BaseException as error:
+            where = f"; {microbatch.where}" if microbatch.where else ""
+            error.add_note(f"roundpipe: {microbatch.label}{where}; phase {microbatch.phase}")
+            self.monitor.fail(error)
+        finally:
+            _running.microbatch = None
+            microbatch.calls = []
+            microbatch.stand_ins = {}
+            microbatch.mode = None
+
+
+    def _forward(self, microbatch: Microbatch, step: Step) -> Tensor | None:
+        batch = microbatch.batch
+        mode = microbatch.mode = OutsideParameters(
+            self.store.owns,
+            lambda parameter: self._stand_in(microbatch, parameter),
+            lambda parameter: self.store.wait((self.store.unit_of(parameter),), self.store.enqueued),
+        )
+        self._take_baton(microbatch)
+        try:
+            with handling_calls(lambda layer, args, kwargs: self._call(microbatch, layer, args, kwargs)), mode:
+                loss = step()
+        finally:
+            self._release_baton(microbatch)
+        if batch.plan is not None:
+            fused = batch.plan.fused_stage
+            if microbatch.stage < (fused if fused is not None else len(batch.plan.partition.forward)):
+                self._leave_ticket(microbatch)
+                self._skip_to(microbatch, len(batch.plan.partition.forward))
+        return loss
+
+    def _backward(self, microbatch: Microbatch, loss: Tensor) -> None:
+        batch = microbatch.batch
+        microbatch.phase = "backward"
+        microbatch.where = ""
+        batch.wait_released()
+        seed = torch.full_like(loss, batch.weights[microbatch.index] * batch.scale())
+        microbatch.in_backward = True
+        self._take_baton(microbatch)
+        try:
+            torch.autograd.backward(loss, seed)
+        finally:
+            self._release_baton(microbatch)
+        for parameter, leaf in microbatch.stand_ins.values():
+            if leaf.grad is not None:
+                batch.gradients.add(microbatch.index, parameter, leaf.grad)
+                leaf.grad = None
+
+    def _call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One layer call of the user's step."""
+        batch, store = microbatch.batch, self.store
+        arguments = Structure((args, kwargs))
+        mode = microbatch.mode
+        assert mode is not None
+        arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        grad = grad and (
+            any(parameter.requires_grad for parameter in layer.parameters)
+            or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
+            or bool(layer.traits.foreign)
+        )
+        leaves = store.layer_leaves(layer, batch.version)
+        call = Call(layer, f"layer {layer.name!r}", arguments, layer.attributes(), leaves, record=batch.warm_up)
+        call.merge_norm_statistics = batch.microbatches > 1
+        number = len(microbatch.calls)
+        microbatch.calls.append(call)
+        microbatch.sequence.append(layer.index)
+        self._release_baton(microbatch)
+        with handling_no_calls(), _without(mode):
+            self._enter_forward(microbatch, call)
+            device = self.devices[microbatch.device]
+            microbatch.where = f"{call.label}; device {device.name}"
+            store.wait(store.units_of_layer(layer), batch.version)
+            if not grad:
+                run_mode = Mode.PLAIN
+            elif microbatch.ticket is not None and microbatch.ticket[1].kind == "FB":
+                run_mode = Mode.KEEP
+            else:
+                run_mode = Mode.DROP
+            run = self._run_call(microbatch, call, device, run_mode, number)
+            place = self.baton.request()
+            self._leave_forward(microbatch, call)
+            self._take_baton(microbatch, place)
+            microbatch.where = ""
+            microbatch.norm_statistics += run.norm_statistics
+            escaped = call.link(run, self, microbatch.token)
+        run.built.write_back(escaped.argument_changes)
+        for index, name, value in escaped.attribute_changes:
+            self._set_attribute(microbatch, layer.modules[index], name, value)
+        for index, hook_args, hook_kwargs, output in escaped.hook_calls:
+            _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
+        return escaped.output
+
+    def _run_call(self, microbatch: Microbatch, call: Call, device: Device, mode: str, number: int) -> Run:
+        """Runs the layer for the first time; with random numbers of its own where it draws some."""
+        batch, traits = microbatch.batch, call.layer.traits
+        many = batch.microbatches > 1
+        watch = batch.warm_up or not many  # nothing else runs then, so whoever drew is the layer
+        if not (watch or (traits.draws and device.shares_host_generator)):
+            return self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+        self._take_baton(microbatch)
+        before = RandomState.capture()
+        call.random_state = before
+        if many:
+            call.seed = derive_seed(self.seed, batch.seed_step, microbatch.index, number)
+            seed_all(call.seed)
+            started = RandomState.capture() if watch else None
+        else:
+            started = before
+        run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+        if watch and not RandomState.capture().same(started):
+            traits.draws = True
+        if many:
+            before.restore()
+        if not traits.draws:
+            call.seed = call.random_state = None
+        self._release_baton(microbatch)
+        return run
+
+    def call_backward(
+        self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool
+    ) -> list[Tensor | None]:
+        """The backward of one layer call; runs when autograd comes to its node."""
+        microbatch: Microbatch = _running.microbatch
+        batch = microbatch.batch
+        if not microbatch.in_backward:
+            raise RuntimeError(
+                f"{call.label}: gradients through this layer are asked for within training_step"
+                " (torch.autograd.grad or backward), before the step's own backward. That is not supported through"
+                " layers of the pipeline. Keep the layer out of it with RoundPipeStrategy(layers=...), or use manual"
+                " optimization."
+            )
+        self._release_baton(microbatch)
+        with handling_no_calls():
+            self._enter_backward(microbatch, call)
+            device = self.devices[microbatch.device]
+            microbatch.where = f"{call.label}; device {device.name}"
+            if call.layer.traits.draws and device.shares_host_generator and call.kept is None:
+                self._take_baton(microbatch)
+                before = RandomState.capture()
+                inputs, found = self._timed(
+                    microbatch,
+                    self.backward_costs,
+                    call,
+                    lambda: call.backward(device, gradients, parameters=parameters),
+                )
+                before.restore()
+                self._release_baton(microbatch)
+            else:
+                inputs, found = self._timed(
+                    microbatch,
+                    self.backward_costs,
+                    call,
+                    lambda: call.backward(device, gradients, parameters=parameters),
+                )
+            for parameter, gradient in found:
+                batch.gradients.add(microbatch.index, parameter, gradient)
+            self._count_down(microbatch, call)
+            place = self.baton.request()
+            self._leave_backward(microbatch, call)
+            self._take_baton(microbatch, place)
+            microbatch.where = ""
+        return inputs
+
+    def _timed(self, microbatch: Microbatch, costs: list[Costs], call: Call, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        try:
+            return work()
+        finally:
+            seconds = time.perf_counter() - start
+            use = self.use[microbatch.device]
+            use.busy_seconds += seconds
+            use.calls += 1
+            costs[call.layer.index].add(seconds)
+
+    # -- turns -----------------------------------------------------------------------------------------------------
+
+    def _enter_forward(self, microbatch: Microbatch, call: Call) -> None:
+        plan = microbatch.batch.plan
+        if plan is None:
+            return
+        call.position = plan.locate(call.layer.index, microbatch.position)
+        if call.position is None:
+            return  # unforeseen: runs where the microbatch is
+        microbatch.position = call.position + 1
+        self._enter_stage(microbatch, plan.forward_stage[call.position])
+
+    def _leave_forward(self, microbatch: Microbatch, call: Call) -> None:
+        plan = microbatch.batch.plan
+        if plan is None or call.position is None:
+            return
+        stage = plan.forward_stage[call.position]
+        if stage != plan.fused_stage and call.position == plan.partition.forward[stage][-1]:
+            self._leave_ticket(microbatch)
+
+    def _enter_backward(self, microbatch: Microbatch, call: Call) -> None:
+        plan = microbatch.batch.plan
+        if plan is not None and call.position is not None:
+            self._enter_stage(microbatch, plan.backward_stage[call.position])
+
+    def _leave_backward(self, microbatch: Microbatch, call: Call) -> None:
+        plan = microbatch.batch.plan
+        if plan is None or call.position is None:
+            return
+        range_ = plan.partition.backward[plan.backward_stage[call.position] - len(plan.partition.forward)]
+        if call.position == range_.start:
+            self._leave_ticket(microbatch)
+
+    def _enter_stage(self, microbatch: Microbatch, stage: int) -> None:
+        """Goes on to a stage; one that lies behind is not entered again, its calls run where the microbatch is."""
+        if stage <= microbatch.stage:
+            return
+        self._leave_ticket(microbatch)
+        self._skip_to(microbatch, stage)
+        ticket = self._ticket(microbatch, stage)
+        self.turnstiles.enter(ticket)
+        microbatch.ticket = ticket
+        microbatch.stage = stage
+        microbatch.device = microbatch.batch.stage_device[stage]
+
+    def _ticket(self, microbatch: Microbatch, stage: int) -> tuple[int, Action]:
+        batch = microbatch.batch
+        return batch.number, Action(batch.stage_kind[stage], stage, microbatch.index)
+
+    def _leave_ticket(self, microbatch: Microbatch) -> None:
+        if microbatch.ticket is not None:
+            self.turnstiles.leave(microbatch.ticket)
+            microbatch.ticket = None
+
+    def _skip_to(self, microbatch: Microbatch, stage: int) -> None:
+        """Gives up the turns of the stages before ``stage``: the microbatch has nothing to do in them."""
+        for skipped in range(microbatch.stage + 1, stage):
+            self.turnstiles.leave(self._ticket(microbatch, skipped))
+        microbatch.stage = max(microbatch.stage, stage - 1)
+
+    def _pass_remaining(self, microbatch: Microbatch) -> None:
+        plan = microbatch.batch.plan
+        if plan is not None:
+            self._leave_ticket(microbatch)
+            self._skip_to(microbatch, plan.partition.stage_count())
+
+    # -- the baton, and what is swapped with it --------------------------------------------------------------------
+
+    def _take_baton(self, microbatch: Microbatch, place: threading.Condition | None = None) -> None:
+        place = place or self.baton.request()
+        self.baton.take(place)
+        microbatch.place = place
+        batch = microbatch.batch
+        if microbatch.in_backward or batch.microbatches == 1:
+            return
+        now = torch.default_generator.get_state()
+        if self._left_random_state is not None and not torch.equal(now, self._left_random_state):
+            raise RuntimeError(
+                "A layer drew random numbers on the CPU that it did not draw in the first batch, so they cannot be"
+                " repeated in the recompute. It is one of those running at this moment. Let it draw from the first batch"
+                " on, or train with RoundPipeStrategy(microbatches=1)."
+            )
+        if microbatch.random_state is not None:
+            microbatch.random_state.restore()
+        else:
+            everything = batch.warm_up or self._swaps_everything
+            seed_all(derive_seed(self.seed, batch.seed_step, microbatch.index, -1), everything=everything)
+        if batch.attribute_base and batch.attribute_holder is not microbatch:
+            self._restore_attributes(batch, microbatch)
+
+    def _release_baton(self, microbatch: Microbatch) -> None:
+        if microbatch.place is None:
+            return
+        batch = microbatch.batch
+        if not microbatch.in_backward and batch.microbatches > 1:
+            state = RandomState.capture(everything=batch.warm_up or self._swaps_everything)
+            if batch.warm_up and microbatch.random_state is not None and not self._swaps_everything:
+                self._swaps_everything = not state.same_outside_torch(microbatch.random_state)
+            microbatch.random_state = state
+            self._left_random_state = state.torch_cpu
+            for module, name in batch.attribute_base:
+                microbatch.attributes[module, name] = module.__dict__.get(name, _MISSING)
+        self.baton.release(microbatch.place)
+        microbatch.place = None
+
+    def _set_attribute(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
+        """Sets what a layer set in its forward; each microbatch sees its own."""
+        batch = microbatch.batch
+        if batch.microbatches > 1:
+            batch.attribute_base.setdefault((module, name), module.__dict__.get(name, _MISSING))
+            batch.attribute_holder = microbatch
+        module.__dict__[name] = value
+
+    def _restore_attributes(self, batch: Batch, microbatch: Microbatch | None) -> None:
+        if microbatch is None:
+            return
+        for (module, name), base in batch.attribute_base.items():
+            value = microbatch.attributes.get((module, name), base)
+            if value is _MISSING:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = value
+        batch.attribute_holder = microbatch
+
+    # -- parameters and gradients ----------------------------------------------------------------------------------
+
+    def _stand_in(self, microbatch: Microbatch, parameter: nn.Parameter) -> Tensor:
+        present = microbatch.stand_ins.get(id(parameter))
+        if present is not None:
+            return present[1]
+        version = microbatch.batch.version
+        self.store.wait((self.store.unit_of(parameter),), version)
+        leaf = self.store.leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
+        microbatch.stand_ins[id(parameter)] = (parameter, leaf)
+        return leaf
+
+    def _count_calls(self, microbatch: Microbatch) -> None:
+        """After the forward: which units get gradients, from how many calls. The others are finished."""
+        units = self.store.units
+        microbatch.units_left = set(units)
+        if microbatch.batch.warm_up:
+            return
+        late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
+        left = microbatch.calls_left
+        for call in microbatch.calls:
+            if call.differentiable:
+                for unit in self.store.units_of_layer(call.layer):
+                    left[unit] = left.get(unit, 0) + 1
+        for unit in late:
+            left[unit] = -1  # finished at the very end
+        for unit in units:
+            if unit not in left:
+                self._finish_unit(microbatch, unit)
+
+    def _count_down(self, microbatch: Microbatch, call: Call) -> None:
+        left = microbatch.calls_left
+        for unit in self.store.units_of_layer(call.layer):
+            if left.get(unit, -1) > 0:
+                left[unit] -= 1
+                if left[unit] == 0:
+                    self._finish_unit(microbatch, unit)
+
+    def _finish_unit(self, microbatch: Microbatch, unit: Unit) -> None:
+        microbatch.units_left.discard(unit)
+        microbatch.batch.gradients.finish(microbatch.index, unit)
+
+    def _finish_units(self, microbatch: Microbatch) -> None:
+        for unit in sorted(microbatch.units_left, key=lambda unit: unit.index):
+            self._finish_unit(microbatch, unit)
+
+
+class _Thread:
+    """A thread that runs what it is given, in order."""
+
+    def __init__(self, name: str) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work_off, args=(self._work,), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join()
+
+
+def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+    while (item := work.get()) is not None:
+        item()
+        del item
+
+
+def _serial(microbatch: int, backward: bool) -> Action:
+    """The turns of the warm-up batch."""
+    return Action("B" if backward else "F", int(backward), microbatch)
+
+
+@contextmanager
+def _without(mode: OutsideParameters) -> Iterator[None]:
+    """Inside layers, parameters are not replaced."""
+    if _get_current_function_mode() is mode:
+        with _pop_mode_temporarily():
+            yield
+    else:
+        with mode.paused():
+            yield
+
+
+def _run_forward_hooks(layer: Layer, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Runs the user's forward hooks of a module inside a layer, after the call and on its outputs."""
+    module = layer.modules[index]
+    for number, hook in list(module._forward_hooks.items()):
+        if number in module._forward_hooks_with_kwargs:
+            result = hook(module, args, kwargs, output)
+        else:
+            result = hook(module, args, output)
+        if result is not None and result is not output:
+            raise RuntimeError(
+                f"layer {layer.name!r}: a forward hook on {type(module).__name__} inside it replaces the module's"
+                " output, which is not supported there. Put the hook on the layer itself, or keep the layer out of the"
+                " pipeline with RoundPipeStrategy(layers=...)."
+            )
+
+
+def merge_sequences(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """A sequence that has both as subsequences, so that every call of either has its place in it."""
+    if not a or _is_subsequence(a, b):
+        return b
+    if _is_subsequence(b, a):
+        return a
+    merged: list[int] = []
+    for tag, a_start, a_stop, b_start, b_stop in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        merged += a[a_start:a_stop]
+        if tag != "equal":
+            merged += b[b_start:b_stop]
+    return tuple(merged)
+
+
+def _is_subsequence(a: Sequence[int], b: Sequence[int]) -> bool:
+    rest = iter(b)
+    return all(item in rest for item in a)

@@ -1,0 +1,453 @@
+"""Layer calls: run forward keeping only the inputs, linked into autograd's graph, and run again for the backward.
+
+A call is one node of the caller's autograd graph. So autograd itself orders the backward of the code between layers and
+of the calls, with skip connections, shared layers, hooks and several backward passes, exactly as it would without us.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.pipeline.arguments import Built, Structure
+from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
+from lightning_roundpipe.pipeline.rng import RandomState, seed_all
+
+
+class RecomputeError(RuntimeError):
+    """A layer did not do the same thing when it was run again for the backward pass."""
+
+
+class Mode:
+    """What a run of a layer keeps for autograd."""
+
+    PLAIN = "plain"
+    """Nothing: gradients are disabled, or nothing requires one."""
+    DROP = "drop"
+    """Grad mode is on, so that the code takes the very same way as in the recompute, but nothing is saved."""
+    KEEP = "keep"
+    """The whole graph of the call."""
+
+
+class Run:
+    """The outcome of running a layer once: everything that came out of it, by return or otherwise, as flat leaves."""
+
+    __slots__ = ("built", "edges", "hook_calls", "norm_statistics", "structure")
+
+    def __init__(self, structure: Structure, built: Built, edges: list[GradientEdge], replica: Replica) -> None:
+        self.structure = structure
+        self.built = built
+        self.edges = edges
+        self.hook_calls = replica.hook_calls
+        self.norm_statistics: list[NormStatistics] = replica.norm_statistics
+
+    @property
+    def leaves(self) -> list[Any]:
+        return self.structure.leaves
+
+
+class Escaped:
+    """What came out of a call, as the caller sees it."""
+
+    __slots__ = ("argument_changes", "attribute_changes", "hook_calls", "output")
+
+    def __init__(self, parts: tuple[Any, Any, Any, Any]) -> None:
+        self.output, self.hook_calls, self.attribute_changes, self.argument_changes = parts
+
+
+class Call:
+    """One execution of a layer by one microbatch, and what is needed to run it again.
+
+    Args:
+        layer: The layer.
+        label: Names the call in errors.
+        arguments: The arguments, taken apart. Their leaves are dropped once saved.
+        state: The layer's attributes before the call.
+        parameters: The tensors to compute with.
+        record: Warm-up: keep copies of everything and find out the layer's traits.
+    """
+
+    def __init__(
+        self,
+        layer: Layer,
+        label: str,
+        arguments: Structure,
+        state: AttributeState,
+        parameters: Sequence[nn.Parameter],
+        *,
+        record: bool,
+    ) -> None:
+        self.layer = layer
+        self.label = label
+        self.arguments = arguments
+        self.state = state
+        self.parameters = parameters
+        self.record = record
+        self.autocast = _AutocastState()
+        self.seed: int | None = None
+        self.random_state: RandomState | None = None
+        self.merge_norm_statistics = False
+        self.gradient_inputs: list[int] = []
+        self.kept: Run | None = None
+        self.differentiable: list[int] = []
+        self.leaf_count = 0
+        self.checksums: list[int] | None = None
+        self.position: int | None = None
+        self._saved: list[Any] = []
+        self._buffers: list[dict[str, Tensor | None]] | None = None
+        self._buffer_versions: list[tuple[int, int]] = []
+        self._versions: list[tuple[int, Tensor, int]] = []
+
+    # -- forward ---------------------------------------------------------------------------------------------------
+
+    def run(self, device: Device, mode: str) -> Run:
+        """Runs the layer for the first time and keeps what :meth:`backward` needs."""
+        layer, traits = self.layer, self.layer.traits
+        leaves = self.arguments.leaves
+        if mode != Mode.PLAIN:
+            self.gradient_inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        self._save_inputs(device, leaves, mode)
+        if layer.has_buffers and mode == Mode.DROP:
+            if self.record or traits.writes_buffers:
+                self._buffers = layer.copy_buffers()
+            versions = layer.buffer_versions()
+        replica = layer.borrow()
+        try:
+            run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
+        finally:
+            layer.give_back(replica)
+        if layer.has_buffers and mode == Mode.DROP:
+            self._buffer_versions = layer.buffer_versions()
+            if versions != self._buffer_versions and not traits.writes_buffers:
+                self._found_buffer_write()
+        self._check_inputs_after_run()
+        if mode == Mode.KEEP:
+            self.kept = run
+        elif mode == Mode.PLAIN and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in run.leaves):
+            raise RecomputeError(
+                f"{self.label}: neither its arguments nor its own parameters require a gradient, but its outputs do: it"
+                " uses parameters of other modules past its arguments. Pass them as arguments, or keep the layer out of"
+                " the pipeline with RoundPipeStrategy(layers=...)."
+            )
+        if self.record and mode == Mode.DROP:
+            self.checksums = [_checksum(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
+        self.leaf_count = len(run.leaves)
+        return run
+
+    def link(self, run: Run, owner: "CallOwner", token: Tensor) -> Escaped:
+        """Makes the outputs of a run part of the caller's autograd graph."""
+        leaves = run.leaves
+        first: dict[int, int] = {}
+        self.differentiable = [
+            i
+            for i, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and leaf.requires_grad and first.setdefault(id(leaf), i) == i
+        ]
+        new = list(leaves)
+        if self.differentiable:
+            inputs = [self.arguments.leaves[i] for i in self.gradient_inputs]
+            outputs = _CallNode.apply(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
+            for i, output in zip(self.differentiable, outputs, strict=True):
+                new[i] = output
+            for i, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    new[i] = new[first[id(leaf)]]
+        self.arguments.leaves = []  # the saved inputs are all that is kept
+        parts, _ = run.structure.build(new)
+        if self.kept is None:
+            run.structure.leaves = []
+        return Escaped(parts)
+
+    def _save_inputs(self, device: Device, leaves: Sequence[Any], mode: str) -> None:
+        if mode != Mode.DROP:
+            return
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, Tensor):
+                self._saved.append(leaf)
+                continue
+            copy = self.record or i in self.layer.traits.changed_inputs
+            self._saved.append(device.keep_input(leaf.detach(), copy=copy))
+            if not leaf.is_inference() and (self.record or not copy):
+                self._versions.append((i, leaf.detach(), leaf._version))
+
+    def _check_inputs_after_run(self) -> None:
+        for i, tensor, version in self._versions:
+            if tensor._version != version:
+                self._found_input_change(i, "the layer changes its argument in place")
+        if self.record:
+            self._versions = [entry for entry in self._versions if entry[1]._version == entry[2]]
+
+    def _found_input_change(self, index: int, what: str) -> None:
+        self.layer.traits.changed_inputs.add(index)
+        if not self.record:
+            raise RecomputeError(
+                f"{self.label}: {what}, which it did not do in the first batch, so there was no copy for the"
+                " recompute. The next fit takes one if the first batch shows it; or keep the layer out of the pipeline"
+                " with RoundPipeStrategy(layers=...)."
+            )
+
+    def _found_buffer_write(self) -> None:
+        self.layer.traits.writes_buffers = True
+        if not self.record:
+            raise RecomputeError(
+                f"{self.label}: the layer writes its buffers, which it did not do in the first batch, so there is no"
+                " copy for the recompute. Let it write them from the first batch on, or keep the layer out of the"
+                " pipeline with RoundPipeStrategy(layers=...)."
+            )
+
+    # -- backward --------------------------------------------------------------------------------------------------
+
+    def backward(
+        self, device: Device, gradients: Sequence[Tensor | None], *, parameters: bool
+    ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
+        """Runs the layer again, if its graph was not kept, and its backward.
+
+        Args:
+            device: Where to run.
+            gradients: One per differentiable output.
+            parameters: Whether gradients of the parameters are wanted.
+
+        Returns:
+            The gradients of the inputs that require one, and (parameter, gradient) for the parameters. The parameters
+            are the layer's masters.
+
+        Raises:
+            RecomputeError: When the layer did not return the same again.
+        """
+        run = self.kept if self.kept is not None else self._run_again(device)
+        self.kept = None
+        outputs, seeds = [], []
+        for i, gradient in zip(self.differentiable, gradients, strict=True):
+            output = run.leaves[i]
+            if gradient is not None and output.requires_grad:
+                outputs.append(output)
+                seeds.append(gradient)
+        targets: list[Any] = list(run.edges)
+        masters: list[Tensor] = []
+        if parameters:
+            if self.record:
+                self._find_foreign_parameters(outputs)
+            for master, leaf in zip(self.layer.parameters, self.parameters, strict=True):
+                if leaf.requires_grad:
+                    masters.append(master)
+                    targets.append(leaf)
+            masters += self.layer.traits.foreign
+            targets += self.layer.traits.foreign
+        if not outputs or not targets:
+            return [None] * len(run.edges), []
+        with device.running():
+            found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
+        inputs = list(found[: len(run.edges)])
+        return inputs, [(m, g) for m, g in zip(masters, found[len(run.edges) :], strict=True) if g is not None]
+
+    def _run_again(self, device: Device) -> Run:
+        layer = self.layer
+        for i, tensor, version in self._versions:
+            if tensor._version != version:
+                self._found_input_change(i, "an argument was changed in place after the call")
+        buffers = self._buffers
+        if buffers is None:
+            buffers = [dict(items) for items in layer.buffers()]
+            if layer.has_buffers and layer.buffer_versions() != self._buffer_versions:
+                self._found_buffer_write()
+        elif self.record and layer.buffer_versions() != self._buffer_versions:
+            layer.traits.writes_buffers = True
+        replica = layer.borrow()
+        try:
+            run = self._execute(replica, device, self._saved, buffers, Mode.KEEP, first=False)
+        finally:
+            layer.give_back(replica)
+        self._saved = []
+        self._buffers = None
+        if len(run.leaves) != self.leaf_count:
+            raise RecomputeError(self._mismatch(f"{len(run.leaves)} values came out instead of {self.leaf_count}"))
+        if self.checksums is not None:
+            again = [_checksum(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
+            if again != self.checksums:
+                raise RecomputeError(self._mismatch("the values differ"))
+        return run
+
+    def _mismatch(self, what: str) -> str:
+        return (
+            f"{self.label}: run again for the backward pass with the same arguments, the layer did not return the same:"
+            f" {what}. Gradients would be wrong. It depends on something besides its arguments, parameters and random"
+            " numbers, such as a counter, a cache or a global. Make the layer depend on its arguments only, or keep it"
+            " out of the pipeline with RoundPipeStrategy(layers=...)."
+        )
+
+    def _find_foreign_parameters(self, outputs: Sequence[Tensor]) -> None:
+        known = {id(leaf) for leaf in self.parameters}
+        for tensor in _graph_leaves(outputs):
+            traits = self.layer.traits
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
+                if all(tensor is not other for other in traits.foreign):
+                    traits.foreign.append(tensor)
+
+    # -- both ------------------------------------------------------------------------------------------------------
+
+    def _execute(
+        self,
+        replica: Replica,
+        device: Device,
+        leaves: Sequence[Any],
+        buffers: list[dict[str, Tensor | None]],
+        mode: str,
+        *,
+        first: bool,
+    ) -> Run:
+        replica.load(
+            self.state,
+            device.upload(self.parameters),
+            buffers,
+            merge_norm_statistics=self.merge_norm_statistics,
+            own_containers=not first,
+        )
+        inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        edges: list[GradientEdge] = []
+        with ExitStack() as stack:
+            stack.enter_context(device.running())
+            stack.enter_context(self.autocast)
+            if mode != Mode.PLAIN:
+                stack.enter_context(torch.enable_grad())
+                if self.gradient_inputs:
+                    entered = _Enter.apply(
+                        torch.empty(0, requires_grad=True), *(inputs[i].detach() for i in self.gradient_inputs)
+                    )
+                    edges = [get_gradient_edge(tensor) for tensor in entered]
+                    for i, tensor in zip(self.gradient_inputs, entered, strict=True):
+                        inputs[i] = tensor
+            if mode == Mode.DROP:
+                stack.enter_context(_saving_nothing(self.label))
+            if not first:
+                self._put_random_state()
+            (args, kwargs), built = self.arguments.build(inputs)
+            output = replica.forward(*args, **kwargs)
+            hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
+            escaped = (output, hook_calls, replica.attribute_changes(), built.changes())
+            return Run(Structure(escaped, built.originals()), built, edges, replica)
+
+    def _put_random_state(self) -> None:
+        """As it was in the first run."""
+        if self.seed is not None:
+            seed_all(self.seed)
+        elif self.random_state is not None:
+            self.random_state.restore()
+
+
+class CallOwner:
+    """What a call node asks in the backward pass. Implemented by the runtime."""
+
+    def call_backward(
+        self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool
+    ) -> list[Tensor | None]:
+        raise NotImplementedError
+
+
+class _CallNode(torch.autograd.Function):
+    """A call as one node of the caller's graph.
+
+    The token is a leaf that stands for the layer's parameters: it makes the outputs require gradients when no input
+    does, and whether its gradient is wanted tells whether those of the parameters are.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, call: Call, owner: CallOwner, outputs: list[Tensor], token: Tensor, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.call = call
+        ctx.owner = owner
+        ctx.token_node = get_gradient_edge(token).node
+        ctx.set_materialize_grads(False)
+        return tuple(output.detach() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{ctx.call.label}: create_graph=True (second derivatives) is not supported through layers of the"
+                " pipeline. Keep this layer out of it with RoundPipeStrategy(layers=...), or train with"
+                " strategy='auto'."
+            )
+        wanted = torch._C._will_engine_execute_node(ctx.token_node)
+        inputs = ctx.owner.call_backward(ctx.call, gradients, parameters=wanted)
+        return (None, None, None, None, *inputs)
+
+
+class _Enter(torch.autograd.Function):
+    """Inputs as they would come from the code before the layer: no leaves, so that they may be changed in place."""
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(tensor.detach() for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return (None, *gradients)
+
+
+def _saving_nothing(label: str) -> AbstractContextManager[Any]:
+    def unpack(_: None) -> Tensor:
+        raise RuntimeError(
+            f"{label}: a tensor made inside the layer is used outside it, but did not leave it as an output, an"
+            " attribute, a changed argument or through a forward hook. Its gradient cannot be computed. Return it from"
+            " the layer, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+        )
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
+
+
+class _AutocastState:
+    """The caller's autocast state, to be entered again and again."""
+
+    __slots__ = ("_contexts", "_settings")
+
+    def __init__(self) -> None:
+        self._settings = [
+            (kind, torch.get_autocast_dtype(kind))
+            for kind in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None)
+            if kind is not None and torch.is_autocast_enabled(kind)
+        ]
+        self._contexts: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        stack = ExitStack()
+        wanted = {kind for kind, _ in self._settings}
+        for kind, dtype in self._settings:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        if "cpu" not in wanted and torch.is_autocast_enabled("cpu"):
+            stack.enter_context(torch.autocast("cpu", enabled=False))
+        self._contexts.append(stack)
+
+    def __exit__(self, *exc: object) -> None:
+        self._contexts.pop().close()
+
+
+def _checksum(tensor: Tensor) -> int:
+    """Depends on every bit and its place. Equal tensors (NaNs included) have equal sums."""
+    if tensor.is_sparse or tensor.numel() == 0:
+        return 0
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = data.to(torch.int64)
+    weights = torch.arange(1, words.numel() + 1, device=words.device).mul_(0x9E3779B97F4A7C1)
+    return int((words * weights).sum())
+
+
+def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The leaf tensors that the outputs' graph accumulates gradients into."""
+    leaves, seen = [], set()
+    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None:
+            leaves.append(variable)
+        stack += [child for child, _ in node.next_functions if child is not None]
+    return leaves
+

@@ -1,0 +1,161 @@
+"""Who may go on, and when: interruptible waiting, the turnstile of each device, and the baton of user code.
+
+All of them share one lock (:class:`Monitor`), so that an error anywhere ends every wait at once, and there is no lock
+order to get wrong. Critical sections are a few dictionary operations long.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+
+handover_hook: Callable[[], None] | None = None
+"""Called at every hand-over between threads when set. For tests: random delays here must change no number."""
+
+
+def _handover() -> None:
+    if handover_hook is not None:
+        handover_hook()
+
+
+class Cancelled(BaseException):
+    """Ends a thread's work quietly because another thread, which holds the true error, has failed."""
+
+
+class Monitor:
+    """One lock for all waits of a pipeline. After :meth:`fail` every wait raises :class:`Cancelled`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.failure: BaseException | None = None
+        self._waiting: set[threading.Condition] = set()
+
+    def condition(self) -> threading.Condition:
+        return threading.Condition(self.lock)
+
+    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> None:
+        """Waits, with the lock held, until the predicate holds.
+
+        Raises:
+            Cancelled: When the pipeline has failed, whether or not the predicate holds.
+        """
+        self._waiting.add(condition)
+        try:
+            while self.failure is None and not predicate():
+                condition.wait()
+        finally:
+            self._waiting.discard(condition)
+        self.raise_if_failed()
+
+    def raise_if_failed(self) -> None:
+        if self.failure is not None:
+            raise Cancelled
+
+    def fail(self, error: BaseException) -> None:
+        """Records the first error and wakes everything that waits."""
+        with self.lock:
+            if self.failure is None:
+                self.failure = error
+            for condition in self._waiting:
+                condition.notify_all()
+
+    def reset(self) -> None:
+        with self.lock:
+            self.failure = None
+
+
+class Turnstiles:
+    """Admits work to each device strictly in the order given by :meth:`extend`.
+
+    A ticket at the head of its device's line may run; :meth:`leave` lets the next one in. A ticket may be left without
+    ever having been entered (its work turned out not to exist): the line passes over it.
+    """
+
+    def __init__(self, monitor: Monitor, devices: int) -> None:
+        self._monitor = monitor
+        self._lines: list[deque[Hashable]] = [deque() for _ in range(devices)]
+        self._device: dict[Hashable, int] = {}
+        self._left: set[Hashable] = set()
+        self._conditions: dict[Hashable, threading.Condition] = {}
+
+    def extend(self, lines: Iterable[Iterable[Hashable]]) -> None:
+        """Appends tickets to each device's line."""
+        with self._monitor.lock:
+            for device, tickets in enumerate(lines):
+                for ticket in tickets:
+                    self._lines[device].append(ticket)
+                    self._device[ticket] = device
+
+    def enter(self, ticket: Hashable) -> None:
+        """Waits until the ticket heads its device's line."""
+        _handover()
+        with self._monitor.lock:
+            line = self._lines[self._device[ticket]]
+            if line[0] == ticket:
+                self._monitor.raise_if_failed()
+                return
+            condition = self._conditions[ticket] = self._monitor.condition()
+            try:
+                self._monitor.wait_for(condition, lambda: line[0] == ticket)
+            finally:
+                del self._conditions[ticket]
+
+    def leave(self, ticket: Hashable) -> None:
+        """Ends the ticket's turn, or gives it up before its turn came."""
+        with self._monitor.lock:
+            device = self._device.pop(ticket, None)
+            if device is None:
+                return
+            self._left.add(ticket)
+            line = self._lines[device]
+            while line and line[0] in self._left:
+                self._left.discard(line.popleft())
+            if line and (condition := self._conditions.get(line[0])) is not None:
+                condition.notify()
+
+    def pending(self, ticket: Hashable) -> bool:
+        """Whether the ticket still has its turn before it."""
+        return ticket in self._device
+
+    def clear(self) -> None:
+        with self._monitor.lock:
+            for line in self._lines:
+                line.clear()
+            self._device.clear()
+            self._left.clear()
+
+
+class Baton:
+    """Held by whoever runs user code between layer calls; handed on first come, first served.
+
+    The place in the queue is taken by :meth:`request`, which a thread calls *before* it leaves a turnstile: microbatches
+    that pass a stage in order thus also run the code after it in order.
+    """
+
+    def __init__(self, monitor: Monitor) -> None:
+        self._monitor = monitor
+        self._queue: deque[threading.Condition] = deque()
+
+    def request(self) -> threading.Condition:
+        with self._monitor.lock:
+            place = self._monitor.condition()
+            self._queue.append(place)
+            return place
+
+    def take(self, place: threading.Condition) -> None:
+        _handover()
+        with self._monitor.lock:
+            try:
+                self._monitor.wait_for(place, lambda: self._queue[0] is place)
+            except BaseException:
+                self._remove(place)
+                raise
+
+    def release(self, place: threading.Condition) -> None:
+        with self._monitor.lock:
+            self._remove(place)
+        _handover()
+
+    def _remove(self, place: threading.Condition) -> None:
+        self._queue.remove(place)
+        if self._queue:
+            self._queue[0].notify()

@@ -1,0 +1,34 @@
+"""The RoundPipe schedule: stages are dealt to the devices round-robin, bound to none of them."""
+
+from lightning_roundpipe.schedules.partition import Partition
+from lightning_roundpipe.schedules.schedule import Action, Schedule
+
+
+def roundpipe(partition: Partition, microbatches: int, devices: int, first_device: int = 0) -> Schedule:
+    """Deals the stages, forward then backward, to the devices in turn; each device runs a stage for all microbatches.
+
+    Stage ``k`` (forward stages first, then backward stages) runs on device ``(first_device + k) % devices``. A
+    stage's parameters are therefore uploaded once, to one device. Going on after the last device of the previous
+    batch is what keeps the pipeline free of bubbles from batch to batch.
+
+    Source: RoundPipe, "computation dispatch paradigm" and asymmetric stage splitting.
+
+    Args:
+        partition: The stages.
+        microbatches: Number of microbatches of the batch.
+        devices: Number of devices.
+        first_device: The device that gets the first stage.
+    """
+    actions: list[list[Action]] = [[] for _ in range(devices)]
+    for stage in range(partition.stage_count()):
+        if stage < len(partition.forward):
+            kind = "F"
+        elif stage == len(partition.forward) and partition.fused:
+            kind = "FB"
+        else:
+            kind = "B"
+        actions[(first_device + stage) % devices].extend(
+            Action(kind, stage, microbatch) for microbatch in range(microbatches)
+        )
+    last = (first_device + partition.stage_count() - 1) % devices
+    return Schedule(tuple(tuple(list_) for list_ in actions), last)

@@ -1,0 +1,1 @@
+"""Everything that lives in host memory: parameters, gradients and the optimizer worker."""

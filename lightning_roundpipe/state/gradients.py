@@ -1,0 +1,151 @@
+"""Gradients in host memory: for each parameter one sum, in an order that no timing can change.
+
+The order is autograd's own for a loop over the microbatches: all uses of a parameter within a microbatch are added up
+first (last use first), then the microbatches in turn, batch after batch until the optimizer steps.
+"""
+
+import threading
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.pipeline.turnstile import Monitor
+from lightning_roundpipe.state.parameters import ParameterStore, Unit
+
+
+class _Sum:
+    """The gradients of one unit, summed over batches. Memory is kept from step to step."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.buffers: list[Tensor | None] = [None] * len(unit.parameters)
+        self.filled = [False] * len(unit.parameters)
+        self.batches = 0
+        """Number of batches that are complete for this unit. Guarded by the monitor's lock."""
+
+    def add(self, index: int, gradient: Tensor) -> None:
+        parameter = self.unit.parameters[index]
+        if gradient.dtype != parameter.dtype:
+            gradient = gradient.to(parameter.dtype)
+        buffer = self.buffers[index]
+        if self.filled[index]:
+            assert buffer is not None
+            self.buffers[index] = buffer + gradient if buffer.is_sparse else buffer.add_(gradient)
+        elif gradient.is_sparse:
+            self.buffers[index] = gradient
+        else:
+            if buffer is None or buffer.is_sparse or buffer.shape != gradient.shape:
+                buffer = self.buffers[index] = torch.empty_like(parameter, requires_grad=False)
+            buffer.copy_(gradient)
+        self.filled[index] = True
+
+
+class Gradients:
+    """The sums of all parameters."""
+
+    def __init__(self, store: ParameterStore, monitor: Monitor) -> None:
+        self.store = store
+        self.monitor = monitor
+        self.sums = [_Sum(unit) for unit in store.units]
+        self.position = {
+            id(parameter): (unit.index, i) for unit in store.units for i, parameter in enumerate(unit.parameters)
+        }
+        self._batches = 0
+
+    def begin_batch(self, microbatches: int) -> "BatchGradients":
+        batch = BatchGradients(self, self._batches, microbatches)
+        self._batches += 1
+        return batch
+
+    def get(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum for a parameter, or None if nothing contributed. Its memory is reused after :meth:`clear`."""
+        unit, index = self.position[id(parameter)]
+        sum_ = self.sums[unit]
+        return sum_.buffers[index] if sum_.filled[index] else None
+
+    def clear(self, unit: Unit) -> None:
+        """Starts the unit's sums anew."""
+        filled = self.sums[unit.index].filled
+        filled[:] = [False] * len(filled)
+
+    def hand_over(self, unit: Unit) -> None:
+        """Starts the unit's sums anew, leaving their memory to whoever holds it."""
+        self.clear(unit)
+        buffers = self.sums[unit.index].buffers
+        buffers[:] = [None] * len(buffers)
+
+
+class BatchGradients:
+    """What one batch contributes. Batches may overlap; each unit's sum takes them one after the other."""
+
+    def __init__(self, gradients: Gradients, index: int, microbatches: int) -> None:
+        self._gradients = gradients
+        self._index = index
+        self._microbatches = microbatches
+        self._required_steps = gradients.store.enqueued
+        units = len(gradients.sums)
+        self._parts: list[dict[int, dict[int, Tensor]]] = [{} for _ in range(units)]
+        self._finished: list[set[int]] = [set() for _ in range(units)]
+        self._next = [0] * units
+        self._locks = [threading.Lock() for _ in range(units)]
+        self._open_units = units
+        self._complete = gradients.monitor.condition()
+
+    def add(self, microbatch: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds one use's gradient to the microbatch's own sum. Called by the microbatch's thread only."""
+        unit, index = self._gradients.position[id(parameter)]
+        parts = self._parts[unit].setdefault(microbatch, {})
+        present = parts.get(index)
+        parts[index] = gradient if present is None else present + gradient
+
+    def finish(self, microbatch: int, unit: Unit) -> None:
+        """Tells that the microbatch has nothing more to add to the unit."""
+        number = unit.index
+        finished = self._finished[number]
+        with self._locks[number]:
+            finished.add(microbatch)
+            if self._next[number] not in finished:
+                return
+            sum_ = self._gradients.sums[number]
+            monitor = self._gradients.monitor
+            if sum_.batches < self._index or unit.done < self._required_steps:
+                # The batch before comes first, and what the optimizer still reads must not be written.
+                with monitor.lock:
+                    monitor.wait_for(
+                        unit.changed,
+                        lambda: sum_.batches == self._index and unit.done >= self._required_steps,
+                    )
+            while self._next[number] in finished:
+                self._fold(sum_, self._parts[number].pop(self._next[number], {}))
+                self._next[number] += 1
+            if self._next[number] < self._microbatches:
+                return
+        with monitor.lock:
+            sum_.batches = self._index + 1
+            unit.changed.notify_all()
+            self._open_units -= 1
+            if self._open_units == 0:
+                self._complete.notify_all()
+
+    def _fold(self, sum_: _Sum, parts: dict[int, Tensor]) -> None:
+        with torch.no_grad():
+            for index, gradient in parts.items():
+                for hook in (sum_.unit.parameters[index]._backward_hooks or {}).values():
+                    changed = hook(gradient)
+                    gradient = gradient if changed is None else changed
+                sum_.add(index, gradient)
+
+    @property
+    def complete(self) -> bool:
+        """Whether every microbatch has added everything."""
+        return self._open_units == 0
+
+    def wait_complete(self) -> None:
+        """Waits for every microbatch.
+
+        Raises:
+            Cancelled: When the pipeline has failed.
+        """
+        monitor = self._gradients.monitor
+        with monitor.lock:
+            monitor.wait_for(self._complete, lambda: self._open_units == 0)

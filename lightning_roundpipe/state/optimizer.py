@@ -1,0 +1,238 @@
+"""The optimizer worker: a thread that steps in the background, layer by layer, and publishes what it stepped.
+
+A step works on a snapshot of the optimizer: a shallow copy with the groups' values of the moment it was handed in (a
+scheduler may change them meanwhile), on aliases of the parameters (so ``.grad`` of the user's parameters is never touched
+by two threads), sharing the per-parameter state.
+
+It starts when the batch's backward has gone through: were layers stepped as soon as their gradients are there, an
+error in the rest of the backward would leave a model of which one half has made the step.
+"""
+
+import inspect
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
+from lightning_roundpipe.state.gradients import BatchGradients, Gradients
+from lightning_roundpipe.state.parameters import ParameterStore, Unit
+
+BeforeStep = Callable[[Optimizer], bool]
+"""Runs on the snapshot with all gradients in place: unscales, clips. Returns whether to step at all."""
+
+
+class StepJob:
+    """One optimizer step, handed in."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gradients: BatchGradients | None,
+        before_step: BeforeStep | None,
+        after_step: Callable[[], None] | None,
+    ) -> None:
+        self.optimizer = optimizer
+        self.gradients = gradients
+        self.before_step = before_step
+        self.after_step = after_step
+        self.groups = [dict(group) for group in optimizer.param_groups]
+        for group in self.groups:
+            group["params"] = list(group["params"])
+            if isinstance(group.get("lr"), Tensor):
+                group["lr"] = group["lr"].clone()
+
+
+class OptimizerWorker:
+    """Runs step jobs one after the other in a thread of its own.
+
+    Args:
+        store: Where steps are published.
+        gradients: Where gradients come from.
+        monitor: An error of the worker fails the pipeline through it, and the other way round.
+        order: The units in the order in which the next forward needs them.
+        threads: Number of cores for the step.
+    """
+
+    def __init__(
+        self, store: ParameterStore, gradients: Gradients, monitor: Monitor, order: Sequence[Unit], threads: int
+    ) -> None:
+        self._store = store
+        self._gradients = gradients
+        self._monitor = monitor
+        self.order = order
+        self._threads = threads
+        self._jobs: queue.SimpleQueue[StepJob | None] = queue.SimpleQueue()
+        self._idle = monitor.condition()
+        self._finished = 0
+        self._aliases: dict[int, nn.Parameter] = {}
+        self._thread = threading.Thread(target=self._loop, name="roundpipe-optimizer", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: StepJob) -> None:
+        self._store.enqueued += 1
+        self._jobs.put(job)
+
+    def wait_idle(self) -> None:
+        """Waits for every step handed in so far.
+
+        Raises:
+            Cancelled: When the pipeline has failed.
+        """
+        wanted = self._store.enqueued
+        with self._monitor.lock:
+            self._monitor.wait_for(self._idle, lambda: self._finished >= wanted)
+
+    def skip_to(self, steps: int) -> None:
+        """Counts steps as finished that were made elsewhere."""
+        self._finished = steps
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _loop(self) -> None:
+        torch.set_num_threads(self._threads)
+        while (job := self._jobs.get()) is not None:
+            try:
+                if job.gradients is not None:
+                    job.gradients.wait_complete()
+                self._step(job)
+            except Cancelled:
+                continue
+            except BaseException as error:
+                error.add_note(f"roundpipe: raised in the background step of {type(job.optimizer).__name__}")
+                self._monitor.fail(error)
+                continue
+            with self._monitor.lock:
+                self._finished += 1
+                self._idle.notify_all()
+
+    def _step(self, job: StepJob) -> None:
+        optimizer = job.optimizer
+        whole = self._snapshot(job)
+        go = job.before_step is None or job.before_step(whole)
+        if go:
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                hook(optimizer, (), {})
+        by_unit = steps_by_parameter(optimizer)
+        if go and not by_unit:
+            whole.step()
+        group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
+        for unit in self.order:
+            if go and by_unit:
+                self._step_unit(whole, unit, group_of)
+            self._gradients.clear(unit)
+            self._store.publish(unit)
+        if go:
+            self._write_back(job, whole)
+            for hook in optimizer._optimizer_step_post_hooks.values():
+                hook(optimizer, (), {})
+        for group in whole.param_groups:
+            for alias in group["params"]:
+                alias.grad = None
+        if job.after_step is not None:
+            job.after_step()
+
+    def _step_unit(self, whole: Optimizer, unit: Unit, group_of: dict[int, int]) -> None:
+        members: dict[int, list[nn.Parameter]] = {}
+        for parameter in unit.parameters:
+            alias = self._aliases.get(id(parameter))
+            if alias is not None and alias.grad is not None and (group := group_of.get(id(alias))) is not None:
+                members.setdefault(group, []).append(alias)
+        if not members:
+            return
+        part = _copy_of(whole)
+        part.param_groups = [{**whole.param_groups[group], "params": members[group]} for group in sorted(members)]
+        part.step()  # the state is the same object as the whole's
+
+    def _snapshot(self, job: StepJob) -> Optimizer:
+        """The optimizer on aliases, with the gradients in place."""
+        whole = _copy_of(job.optimizer)
+        whole.param_groups = []
+        whole.state = type(job.optimizer.state)(dict)
+        for group in job.groups:
+            aliases = []
+            for parameter in group["params"]:
+                alias = self._alias(parameter)
+                alias.grad = self._gradients.get(parameter) if self._store.owns(parameter) else None
+                if parameter in job.optimizer.state:
+                    whole.state[alias] = job.optimizer.state[parameter]
+                aliases.append(alias)
+            whole.param_groups.append({**group, "params": aliases})
+        return whole
+
+    def _write_back(self, job: StepJob, whole: Optimizer) -> None:
+        """Hands state and changed group values over to the user's optimizer."""
+        for before, after, group in zip(job.groups, whole.param_groups, job.optimizer.param_groups, strict=False):
+            for parameter, alias in zip(before["params"], after["params"], strict=True):
+                if alias in whole.state:
+                    job.optimizer.state[parameter] = whole.state[alias]
+            for key, value in after.items():
+                if key != "params" and value is not before.get(key):
+                    group[key] = value
+
+    def _alias(self, parameter: nn.Parameter) -> nn.Parameter:
+        alias = self._aliases.get(id(parameter))
+        if alias is None or alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
+            alias = self._aliases[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=True)
+        return alias
+
+
+def _copy_of(optimizer: Optimizer) -> Optimizer:
+    """A shallow copy whose ``step`` is the class's own: hooks and a scheduler's wrapper belong to the original."""
+    part = object.__new__(type(optimizer))  # copy.copy would go through __setstate__, which rewrites the state
+    part.__dict__ = dict(optimizer.__dict__)
+    part.__dict__.pop("step", None)
+    part._optimizer_step_pre_hooks = type(optimizer._optimizer_step_pre_hooks)()
+    part._optimizer_step_post_hooks = type(optimizer._optimizer_step_post_hooks)()
+    return part
+
+
+def steps_by_parameter(optimizer: Optimizer) -> bool:
+    """Whether stepping some parameters at a time is known to give the same as stepping all at once."""
+    step = inspect.unwrap(type(optimizer).step)
+    return step.__module__.startswith("torch.optim.") and not needs_closure(optimizer)
+
+
+def needs_closure(optimizer: Optimizer) -> bool:
+    """Whether ``step`` can only be called with a closure (LBFGS and the like)."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def holds_parameters_elsewhere(optimizer: Optimizer) -> bool:
+    """Whether the optimizer would step other tensors than those of its groups, so that no copy can step for it.
+
+    So it is with wrappers of another optimizer, with optimizers that keep their parameters in an attribute, and with a
+    ``step`` put on the instance.
+    """
+    members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+    def refers(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return id(value) in members
+        if isinstance(value, (list, tuple, set)):
+            return any(refers(item) for item in _first_items(value))
+        if isinstance(value, dict):
+            return any(refers(item) for item in _first_items(value.values()))
+        return hasattr(value, "param_groups")
+
+    for name, value in vars(optimizer).items():
+        if name in ("param_groups", "state", "defaults"):
+            continue
+        if name == "step":
+            if not getattr(value, "_wrapped_by_lr_sched", False):
+                return True
+            continue
+        if refers(value):
+            return True
+    return False
+
+
+def _first_items(values: Iterable[Any]) -> list[Any]:
+    return list(values)[:64]

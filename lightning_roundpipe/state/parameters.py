@@ -1,0 +1,173 @@
+"""Masters, what layers compute with, and which version of it is ready.
+
+Versions count optimizer steps: version 0 are the initial parameters, version ``k`` those after ``k`` steps. With
+staleness 0 a batch computes with the newest version; with staleness 1 with the one before it, never anything else.
+"""
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.pipeline.replica import Layer
+from lightning_roundpipe.pipeline.turnstile import Monitor
+
+
+class Unit:
+    """Parameters that always become ready together: those that the same set of layers holds.
+
+    Attributes:
+        done: Number of optimizer steps that are finished and published for this unit. Guarded by the monitor's lock.
+    """
+
+    def __init__(self, index: int, name: str, condition: threading.Condition) -> None:
+        self.index = index
+        self.name = name
+        self.parameters: list[nn.Parameter] = []
+        self.done = 0
+        self.changed = condition
+
+
+class ParameterStore:
+    """The module's own parameters (masters), and for each the tensors that layers compute with.
+
+    With staleness 0 a layer computes with the master's own memory: the next step of a layer cannot come before its last
+    use. With staleness 1 the optimizer is one step ahead of the layers, so each version is copied into one of two
+    buffers; a buffer is overwritten only when the batch that used it is complete.
+    """
+
+    def __init__(self, root: nn.Module, layers: Sequence[Layer], monitor: Monitor, staleness: int) -> None:
+        self.staleness = staleness
+        self.enqueued = 0
+        """Number of optimizer steps handed in so far. Only the main thread writes it."""
+        self._monitor = monitor
+        self.units: list[Unit] = []
+        self._unit_of: dict[int, Unit] = {}
+        self._names = {id(parameter): name for name, parameter in root.named_parameters(remove_duplicate=True)}
+        self._make_units(root, layers)
+        self._layer_units = [self._units_of(layer.parameters) for layer in layers]
+        self._leaves: list[dict[int, nn.Parameter]] = [{} for _ in range(staleness + 1)]
+        self._seen_version: dict[int, int] = {}
+        for version in range(staleness + 1):
+            for parameter in self.parameters():
+                self._leaves[version][id(parameter)] = self._make_leaf(parameter)
+
+    def _make_units(self, root: nn.Module, layers: Sequence[Layer]) -> None:
+        holders: dict[int, list[int]] = {}
+        for layer in layers:
+            for parameter in layer.parameters:
+                holders.setdefault(id(parameter), []).append(layer.index)
+        by_holders: dict[tuple[int, ...], Unit] = {}
+        for name, parameter in root.named_parameters(remove_duplicate=True):
+            key = tuple(holders.get(id(parameter), ()))
+            unit = by_holders.get(key) if key else None
+            if unit is None:
+                label = layers[key[0]].name if key else name
+                unit = Unit(len(self.units), label, self._monitor.condition())
+                self.units.append(unit)
+                by_holders[key] = unit
+            unit.parameters.append(parameter)
+            self._unit_of[id(parameter)] = unit
+
+    def _units_of(self, parameters: Iterable[nn.Parameter]) -> list[Unit]:
+        return list({self._unit_of[id(parameter)]: None for parameter in parameters})
+
+    def _make_leaf(self, parameter: nn.Parameter) -> nn.Parameter:
+        data = parameter.detach()
+        return nn.Parameter(data.clone() if self.staleness else data, requires_grad=parameter.requires_grad)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        for unit in self.units:
+            yield from unit.parameters
+
+    def owns(self, tensor: object) -> bool:
+        return id(tensor) in self._unit_of
+
+    def name(self, parameter: nn.Parameter) -> str:
+        return self._names[id(parameter)]
+
+    def unit_of(self, parameter: nn.Parameter) -> Unit:
+        return self._unit_of[id(parameter)]
+
+    def units_of_layer(self, layer: Layer) -> list[Unit]:
+        return self._layer_units[layer.index]
+
+    def add_to_layer(self, layer: Layer, parameters: Iterable[Tensor]) -> None:
+        """Counts parameters that the layer reaches past its arguments among the layer's.
+
+        Raises:
+            RuntimeError: With staleness 1, which such parameters would escape.
+        """
+        for parameter in parameters:
+            if not self.owns(parameter):
+                continue
+            unit = self._unit_of[id(parameter)]
+            if self.staleness:
+                raise RuntimeError(
+                    f"layer {layer.name!r} uses the parameter {self._names[id(parameter)]!r} of another module past its"
+                    " arguments, so it would compute with the newest values instead of those one step behind. Pass it"
+                    " as an argument, or use strategy='roundpipe' (staleness 0)."
+                )
+            if unit not in self._layer_units[layer.index]:
+                self._layer_units[layer.index].append(unit)
+
+    def version_for_next_batch(self) -> int:
+        return max(0, self.enqueued - self.staleness)
+
+    def leaf(self, parameter: nn.Parameter, version: int) -> nn.Parameter:
+        """What is computed with at a version, as a leaf of autograd's graph. Valid after :meth:`wait`."""
+        return self._leaves[version % (self.staleness + 1)][id(parameter)]
+
+    def layer_leaves(self, layer: Layer, version: int) -> list[nn.Parameter]:
+        leaves = self._leaves[version % (self.staleness + 1)]
+        return [leaves[id(parameter)] for parameter in layer.parameters]
+
+    def wait(self, units: Iterable[Unit], version: int) -> None:
+        """Waits until the units have been stepped and published at least to the version."""
+        for unit in units:
+            if unit.done < version:  # reading an int needs no lock, and it only grows
+                with self._monitor.lock:
+                    self._monitor.wait_for(unit.changed, lambda unit=unit: unit.done >= version)
+
+    def publish(self, unit: Unit) -> None:
+        """Makes the unit's masters, after a step, the newest version."""
+        version = unit.done + 1
+        if self.staleness:
+            with torch.no_grad():
+                for parameter in unit.parameters:
+                    self._leaves[version % 2][id(parameter)].copy_(parameter)
+                    self._seen_version[id(parameter)] = parameter._version
+        with self._monitor.lock:
+            unit.done = version
+            unit.changed.notify_all()
+
+    def refresh(self) -> None:
+        """Follows what the user did to the parameters since the last batch: new data, another ``requires_grad``.
+
+        Runs on the main thread between batches. Batches in flight keep the leaves that they started with.
+        """
+        for leaves in self._leaves:
+            for parameter in self.parameters():
+                leaf = leaves[id(parameter)]
+                moved = not self.staleness and leaf.data_ptr() != parameter.data_ptr()
+                if moved or leaf.shape != parameter.shape or leaf.dtype != parameter.dtype:
+                    leaves[id(parameter)] = self._make_leaf(parameter)
+                elif leaf.requires_grad != parameter.requires_grad:
+                    leaves[id(parameter)] = nn.Parameter(leaf.detach(), requires_grad=parameter.requires_grad)
+
+    def stale_values(self) -> dict[str, Tensor]:
+        """Staleness 1: the values that the next batch computes with, by parameter name."""
+        version = self.version_for_next_batch()
+        return {self._names[id(p)]: self.leaf(p, version).detach().clone() for p in self.parameters()}
+
+    def load_stale_values(self, values: dict[str, Tensor]) -> None:
+        """Staleness 1, before the first batch: makes these the version before the masters'."""
+        with torch.no_grad():
+            for parameter in self.parameters():
+                self._leaves[0][id(parameter)].copy_(values[self._names[id(parameter)]])
+                self._leaves[1][id(parameter)].copy_(parameter)
+        with self._monitor.lock:
+            self.enqueued = 1
+            for unit in self.units:
+                unit.done = 1

@@ -1,0 +1,136 @@
+"""``self.log`` inside a split step: recorded per microbatch, replayed once as if the batch had not been split."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from inspect import signature
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+
+current_microbatch: ContextVar[int] = ContextVar("roundpipe_microbatch")
+
+_LOG_SIGNATURE = signature(pl.LightningModule.log)
+
+
+class StepLogging:
+    """Stands in for ``LightningModule.log`` and the ``forward`` of metrics while the microbatches run.
+
+    Args:
+        module: The user's module.
+        sizes: Number of samples in each microbatch.
+    """
+
+    def __init__(self, module: pl.LightningModule, sizes: Sequence[int], fresh_metrics: dict[Metric, Metric]) -> None:
+        self._module = module
+        self._sizes = sizes
+        self._fresh_metrics = fresh_metrics
+        self._logs: list[list[dict[str, Any]]] = [[] for _ in sizes]
+        self._updates: dict[Metric, list[list[tuple[Any, Any]]]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        module = self._module.__dict__
+        own_log = module.get("log")
+        metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
+        own_forwards = [metric.__dict__.get("forward") for metric in metrics]
+        module["log"] = self._log
+        for metric in metrics:
+            metric.__dict__["forward"] = self._forward_of(metric, metric.forward)
+        try:
+            yield
+        finally:
+            _put_back(module, "log", own_log)
+            for metric, own in zip(metrics, own_forwards, strict=True):
+                _put_back(metric.__dict__, "forward", own)
+
+    def replay(self) -> None:
+        """Logs every name once, with the value of the whole batch."""
+        occurrences: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
+        for microbatch, entries in enumerate(self._logs):
+            seen: dict[str, int] = {}
+            for entry in entries:
+                name = entry["name"]
+                number = seen.get(name, 0)
+                seen[name] = number + 1
+                occurrences.setdefault((name, number), []).append((microbatch, entry))
+        for parts in occurrences.values():
+            self._module.log(**self._merge(parts))
+
+    def _log(self, *args: Any, **kwargs: Any) -> None:
+        entry = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        entry.pop("self")
+        if isinstance(entry["value"], Tensor) and not entry.get("enable_graph", False):
+            entry["value"] = entry["value"].detach().clone()
+        self._logs[current_microbatch.get()].append(dict(entry))
+
+    def _forward_of(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def recording_forward(*args: Any, **kwargs: Any) -> Any:
+            updates = self._updates.setdefault(metric, [[] for _ in self._sizes])
+            updates[current_microbatch.get()].append((args, kwargs))
+            return forward(*args, **kwargs)
+
+        return recording_forward
+
+    def _merge(self, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+        merged = dict(parts[0][1])
+        values = [entry["value"] for _, entry in parts]
+        if isinstance(values[0], Metric):
+            self._put_batch_value(values[0])
+            return merged
+        weights = [entry.get("batch_size") or self._sizes[microbatch] for microbatch, entry in parts]
+        if merged.get("batch_size") is not None:
+            merged["batch_size"] = sum(weights)
+        merged["value"] = _reduce(values, weights, merged.get("reduce_fx", "mean"))
+        return merged
+
+    def _put_batch_value(self, metric: Metric) -> None:
+        """The metric's step value becomes that of the whole batch instead of the last microbatch."""
+        updates = self._updates.get(metric)
+        if updates is None:
+            return
+        fresh = self._fresh_metrics.get(metric)
+        if fresh is None:
+            fresh = self._fresh_metrics[metric] = metric.clone()
+        fresh.reset()
+        for microbatch in updates:
+            for args, kwargs in microbatch:
+                fresh.update(*args, **kwargs)
+        metric._forward_cache = fresh.compute()
+        fresh.reset()
+
+
+def _put_back(attributes: dict[str, Any], name: str, own: Any) -> None:
+    if own is None:
+        attributes.pop(name, None)
+    else:
+        attributes[name] = own
+
+
+def _reduce(values: Sequence[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
+    """One value of several microbatches' values. Numbers stay Python numbers where all are equal."""
+    if len(values) == 1:
+        return values[0]
+    name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    tensors = [torch.as_tensor(value) for value in values]
+    if not all(tensor.numel() == 1 for tensor in tensors):
+        return values[0]  # Lightning refuses it when it is replayed, naming the value
+    stacked = torch.stack([tensor.detach().reshape(()).double() for tensor in tensors])
+    if name == "sum":
+        reduced = stacked.sum()
+    elif name == "min":
+        reduced = stacked.min()
+    elif name == "max":
+        reduced = stacked.max()
+    else:
+        if bool((stacked == stacked[0]).all()):
+            return values[0]
+        share = torch.tensor(weights, dtype=torch.float64)
+        reduced = (stacked * share.to(stacked.device)).sum() / share.sum()
+    if not isinstance(values[0], Tensor):
+        return reduced.item()
+    dtype = values[0].dtype
+    return reduced.to(dtype if dtype.is_floating_point or name != "mean" else torch.get_default_dtype())

@@ -1,0 +1,467 @@
+"""The Lightning strategy: splits training steps into microbatches and runs them through the pipeline."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.types import _PATH
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+from torchmetrics import Metric
+
+from lightning_roundpipe import microbatch as mb
+from lightning_roundpipe.callbacks import WaitForPipeline, hooks_that_look
+from lightning_roundpipe.devices import CpuDevice
+from lightning_roundpipe.pipeline.layers import LayerSpec
+from lightning_roundpipe.pipeline.rng import program_seed
+from lightning_roundpipe.pipeline.runtime import Batch, Pipeline, Step
+from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
+from lightning_roundpipe.report import PipelineReport, make_report
+from lightning_roundpipe.state.optimizer import (
+    BeforeStep,
+    OptimizerWorker,
+    StepJob,
+    holds_parameters_elsewhere,
+    needs_closure,
+)
+from lightning_roundpipe.step_logging import StepLogging, current_microbatch
+from lightning_roundpipe.trees import map_tree
+
+_CHECKPOINT_KEY = "roundpipe"
+
+
+class RoundPipeStrategy(SingleDeviceStrategy):
+    """Trains with parameters, gradients and optimizer state in host memory and the devices as a pool of workers.
+
+    Args:
+        microbatches: Into how many microbatches a batch is split; by default one more than devices. Never more than
+            the batch has samples.
+        staleness: 0: a batch computes with the parameters after the previous batch's optimizer step, as on one device.
+            1: with those one step before, so that the step is hidden behind the next batch's computation.
+        layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By default
+            the repeated blocks of the model and what remains; see :func:`find_layers`.
+        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is not
+            split.
+        loss_weight: Weight of a microbatch's loss in the batch's: by number of ``"samples"``, by number of ``"tokens"``
+            (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
+        background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
+            own way.
+        accelerator: As for any strategy.
+        checkpoint_io: As for any strategy.
+        precision_plugin: As for any strategy.
+
+    Raises:
+        ValueError: When an argument is out of range.
+    """
+
+    strategy_name = "roundpipe"
+
+    def __init__(
+        self,
+        microbatches: int | None = None,
+        staleness: Literal[0, 1] = 0,
+        layers: Any | None = None,
+        split: Literal["step", "whole"] = "step",
+        loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
+        background_step: bool = True,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+    ) -> None:
+        if microbatches is not None and microbatches < 1:
+            raise ValueError(f"`microbatches` must be at least 1, or None for one more than devices; got {microbatches}.")
+        if staleness not in (0, 1):
+            raise ValueError(f"`staleness` must be 0 or 1, got {staleness!r}.")
+        if split not in ("step", "whole"):
+            raise ValueError(f"`split` must be 'step' or 'whole', got {split!r}.")
+        if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
+            raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
+        super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
+        self.parallel_devices: list[torch.device] | None = None
+        self.microbatches = microbatches
+        self.staleness = staleness
+        self.layers: LayerSpec | None = [layers] if isinstance(layers, str) else layers
+        self.split = split
+        self.loss_weight = loss_weight
+        self.background_step = background_step
+        self.steps_in_background = False
+        """Whether the present fit's optimizer steps in the background. Known from the first batch on."""
+        self._pipeline: Pipeline | None = None
+        self._worker: OptimizerWorker | None = None
+        self._batch: Batch | None = None
+        self._gradients_in_place = False
+        self._waiting: WaitForPipeline | None = None
+        self._restored: dict[str, Any] | None = None
+        self._fresh_metrics: dict[Metric, Metric] = {}
+        self._threads_before: int | None = None
+        self._started = 0.0
+        self._report: PipelineReport | None = None
+
+    # -- set up and tear down --------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        return self._precision_plugin if self._precision_plugin is not None else Precision()
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = None if plugin is None else with_background_step(plugin)
+
+    def setup(self, trainer: "pl.Trainer") -> None:
+        super().setup(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._waiting = WaitForPipeline(self)
+            trainer.callbacks.insert(0, self._waiting)
+
+    def teardown(self) -> None:
+        self._close()
+        trainer = self._trainer
+        if self._waiting is not None and trainer is not None and self._waiting in trainer.callbacks:
+            trainer.callbacks.remove(self._waiting)
+        self._waiting = None
+        self._restored = None
+        super().teardown()
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        self._close()
+
+    @property
+    def _trainer(self) -> "pl.Trainer | None":
+        return None if self._lightning_module is None else self._lightning_module._trainer
+
+    def _device_count(self) -> int:
+        return max(1, len(self.parallel_devices or ()))
+
+    def _open(self) -> Pipeline:
+        """Builds the pipeline, at the first batch: what hooks did to the model before counts."""
+        module = self.lightning_module
+        trainer = self._trainer
+        assert module is not None and trainer is not None
+        self._check_optimizers(module)
+        count = self._device_count()
+        self._threads_before = torch.get_num_threads()
+        threads = max(1, self._threads_before // count)
+        restored = self._restored or {}
+        pipeline = Pipeline(
+            module,
+            [CpuDevice(index, threads) for index in range(count)],
+            layers=self.layers,
+            staleness=self.staleness,
+            seed=restored.get("seed", program_seed()),
+            first_step=restored.get("step", 0),
+        )
+        if self.staleness and "stale" in restored:
+            pipeline.store.load_stale_values(restored["stale"])
+        self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
+        self._worker.skip_to(pipeline.store.enqueued)
+        self._restored = None
+        self._fresh_metrics = {}
+        self._started = time.perf_counter()
+        self._pipeline = pipeline
+        self.steps_in_background = self._may_step_in_background(trainer)
+        return pipeline
+
+    def _close(self) -> None:
+        pipeline, worker = self._pipeline, self._worker
+        self._pipeline = self._worker = self._batch = None
+        self.steps_in_background = False
+        if pipeline is None:
+            return
+        self._report = make_report(pipeline, time.perf_counter() - self._started)
+        pipeline.close()
+        if worker is not None:
+            worker.close()
+        if self._threads_before is not None:
+            torch.set_num_threads(self._threads_before)
+
+    def _check_optimizers(self, module: "pl.LightningModule") -> None:
+        inside = {id(parameter) for parameter in module.parameters()}
+        for optimizer in self.optimizers:
+            if self.staleness and needs_closure(optimizer):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} evaluates the loss again at new parameters within one step, which"
+                    " cannot be done with parameters one step old. Use RoundPipeStrategy(staleness=0)"
+                    " (strategy='roundpipe')."
+                )
+            groups = optimizer.param_groups
+            if len(self.optimizers) == 1 and module.automatic_optimization and type(optimizer).__name__ != "_MockOptimizer":
+                strays = sum(id(parameter) not in inside for group in groups for parameter in group["params"])
+                if strays:
+                    raise MisconfigurationException(
+                        f"{strays} parameters of the optimizer are not parameters of {type(module).__name__}. Register"
+                        " them on the module (as nn.Parameter or in a submodule), so that the pipeline can compute"
+                        " their gradients."
+                    )
+
+    def _may_step_in_background(self, trainer: "pl.Trainer") -> bool:
+        if not self.background_step:
+            return False
+        optimizer = self.optimizers[0]
+        reasons = hooks_that_look(trainer)
+        if needs_closure(optimizer) or holds_parameters_elsewhere(optimizer):
+            reasons.append(f"the optimizer {type(optimizer).__name__}")
+        plugin = self.precision_plugin
+        if not (isinstance(plugin, RoundPipePrecision) and plugin.handles_in_background(optimizer)):
+            reasons.append(f"the precision plugin {type(plugin).__name__}")
+        module = trainer.lightning_module
+        if any(parameter._post_accumulate_grad_hooks for parameter in module.parameters()):
+            reasons.append("a parameter's post-accumulate-grad hook")
+        if reasons:
+            rank_zero_info(
+                "roundpipe: the optimizer steps in line, not in the background, because of "
+                + ", ".join(reasons)
+                + ", which may use weights or gradients right after the batch."
+            )
+        return not reasons
+
+    # -- the training step -----------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Runs the step's forward in microbatches; their backward goes on when this returns."""
+        module, trainer = self.lightning_module, self._trainer
+        assert module is not None and trainer is not None
+        if not module.automatic_optimization:
+            return super().training_step(*args, **kwargs)
+        pipeline = self._pipeline or self._open()
+        batch, rest = args[0], args[1:]
+        sizes = self._sizes(batch)
+        pieces = mb.split(batch, sizes)
+        weights = mb.loss_weights(pieces, sizes, self.loss_weight) if len(pieces) > 1 else [1.0]
+        logging = StepLogging(module, sizes, self._fresh_metrics)
+        outputs: list[Any] = [None] * len(pieces)
+        plugin = self.precision_plugin
+        # The default dtype belongs to the whole process; autocast to each thread.
+        process_wide = isinstance(plugin, (DoublePrecision, HalfPrecision))
+
+        def step_of(index: int, piece: Any) -> Step:
+            def step() -> Tensor | None:
+                current_microbatch.set(index)
+                with nullcontext() if process_wide else plugin.train_step_context():
+                    outputs[index] = output = module.training_step(piece, *rest, **kwargs)
+                return _loss_of(output)
+
+            return step
+
+        scale = 1.0 / trainer.accumulate_grad_batches
+        with (
+            plugin.train_step_context() if process_wide else nullcontext(),
+            logging.recording() if len(pieces) > 1 else nullcontext(),
+        ):
+            self._batch = pipeline.start_batch(
+                [step_of(index, piece) for index, piece in enumerate(pieces)],
+                weights,
+                lambda: scale * self._loss_scale(),
+                deferred=is_overridden("backward", module),
+            )
+            if process_wide:  # the recompute must see the same default dtype
+                pipeline.wait_backward()
+        if len(pieces) > 1:
+            logging.replay()
+        return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
+
+    def _sizes(self, batch: Any) -> list[int]:
+        wanted = self.microbatches or self._device_count() + 1
+        if self.split == "whole" or wanted == 1:
+            return [1]
+        return mb.split_sizes(mb.batch_size(batch), wanted)
+
+    def _merge_outputs(
+        self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float
+    ) -> STEP_OUTPUT:
+        value = mb.merge_losses(batch.losses, weights)
+        loss = None
+        if value is not None:
+            loss = _BatchLoss.apply(torch.zeros((), requires_grad=True), value, self, batch, scale)
+        if not any(isinstance(output, Mapping) for output in outputs):
+            return loss
+        extras = [_without_loss(output) for output in outputs if isinstance(output, Mapping)]
+        kept = [size for size, output in zip(sizes, outputs, strict=True) if isinstance(output, Mapping)]
+        shares = [weight for weight, output in zip(weights, outputs, strict=True) if isinstance(output, Mapping)]
+        if loss is None:
+            return None
+        return {"loss": loss, **mb.merge_outputs(extras, kept, shares)}
+
+    def _loss_scale(self) -> float:
+        plugin = self.precision_plugin
+        if getattr(plugin, "scaler", None) is None or not isinstance(plugin, RoundPipePrecision):
+            return 1.0
+        if self._worker is not None:
+            self._worker.wait_idle()  # the step before may still change the scale
+        return plugin.loss_scale()
+
+    def loss_backward(self, batch: Batch, gradient: Tensor, scale: float) -> None:
+        """Called when autograd comes to the batch's loss."""
+        given = float(gradient)
+        if batch.deferred:
+            batch.release(given)
+            return
+        expected = scale * self._loss_scale()
+        if abs(given - expected) > 1e-6 * abs(expected):
+            raise RuntimeError(
+                f"The loss that training_step returned is backpropagated with a factor of {given}, but {expected} was"
+                " expected, and the pipeline's backward has begun with that. Scale the loss within training_step, or"
+                " override LightningModule.backward: the pipeline then waits for it."
+            )
+
+    def will_step_in_background(self) -> bool:
+        """Whether optimizer steps are to be handed in. Builds the pipeline if the first batch is still to come."""
+        module = self.lightning_module
+        assert module is not None
+        if module.automatic_optimization and self._pipeline is None:
+            self._open()
+        return self.steps_in_background
+
+    # -- the optimizer step ----------------------------------------------------------------------------------------
+
+    def after_backward(self) -> None:
+        """After ``loss.backward()``: without a background step, gradients are put where Lightning has them."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return
+        pipeline.check()
+        if self.steps_in_background:
+            return
+        pipeline.wait_backward()
+        for parameter in pipeline.store.parameters():
+            gradient = pipeline.gradients.get(parameter)
+            if gradient is not None:
+                parameter.grad = gradient
+                for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                    hook(parameter)
+
+    def submit_step(
+        self, optimizer: Optimizer, before_step: BeforeStep, after_step: Callable[[], None] | None = None
+    ) -> None:
+        """Hands a step to the background worker."""
+        assert self._worker is not None and self._pipeline is not None and self._batch is not None
+        self._pipeline.check()
+        self._worker.order = self._pipeline.unit_order()
+        self._worker.submit(StepJob(optimizer, self._batch.gradients, before_step, after_step))
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
+
+    def after_step_in_line(self) -> None:
+        """After the optimizer stepped on the main thread: publishes, and starts the gradient sums anew."""
+        pipeline = self._pipeline
+        if pipeline is None:
+            return
+        pipeline.wait_backward()
+        pipeline.store.enqueued += 1
+        for unit in pipeline.store.units:
+            pipeline.gradients.hand_over(unit)  # `.grad` stays readable until the next batch
+            pipeline.store.publish(unit)
+        assert self._worker is not None
+        self._worker.skip_to(pipeline.store.enqueued)
+
+    def settle(self) -> None:
+        """Waits until every backward and optimizer step of finished batches is done.
+
+        Raises:
+            BaseException: What failed in one of them.
+        """
+        if self._pipeline is not None and self._worker is not None:
+            self._pipeline.wait_backward()
+            self._pipeline.until(self._worker.wait_idle)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        self.settle()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        self.settle()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
+        self.settle()
+        if self._pipeline is not None:
+            state: dict[str, Any] = {"seed": self._pipeline.seed, "step": self._pipeline.step}
+            if self.staleness and self._pipeline.store.enqueued:
+                state["stale"] = self._pipeline.store.stale_values()
+            checkpoint[_CHECKPOINT_KEY] = state
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        self._restored = checkpoint.get(_CHECKPOINT_KEY)
+        return checkpoint
+
+    def report(self) -> PipelineReport:
+        """Layers, stages and devices of the present fit, or of the last one.
+
+        Raises:
+            RuntimeError: When nothing has been trained yet.
+        """
+        if self._pipeline is not None:
+            return make_report(self._pipeline, time.perf_counter() - self._started)
+        if self._report is None:
+            raise RuntimeError("There is nothing to report before the first training batch.")
+        return self._report
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
+        strategy_registry.register(
+            "roundpipe", cls, description="CPU-parameter round-robin pipeline; the same numbers as on one device"
+        )
+        strategy_registry.register(
+            "roundpipe_async",
+            cls,
+            description="The same with parameters one optimizer step behind: the step costs no time",
+            staleness=1,
+        )
+
+
+class _BatchLoss(torch.autograd.Function):
+    """The batch's loss as Lightning sees it. Its backward is the pipeline's, which is under way or let begin by it."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, anchor: Tensor, value: Tensor, strategy: RoundPipeStrategy, batch: Batch, scale: float
+    ) -> Tensor:
+        ctx.strategy, ctx.batch, ctx.scale = strategy, batch, scale
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        if ctx.batch is None:
+            raise RuntimeError("The pipeline's backward of a batch can run only once.")
+        strategy, batch = ctx.strategy, ctx.batch
+        ctx.strategy = ctx.batch = None
+        strategy.loss_backward(batch, gradient, ctx.scale)
+        return (None, None, None, None, None)
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    """The loss in what training_step returned, with Lightning's own words where there is none."""
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+        if loss is None:
+            raise MisconfigurationException(
+                "In automatic_optimization, when `training_step` returns a dict, the 'loss' key needs to be present"
+            )
+        return loss
+    if output is not None and not isinstance(output, Tensor):
+        raise MisconfigurationException(
+            "In automatic optimization, `training_step` must return a Tensor, a dict, or None (where the step will"
+            " be skipped)."
+        )
+    return output
+
+
+def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
+    extras = {key: value for key, value in output.items() if key != "loss"}
+    return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
