@@ -26,7 +26,7 @@ class CpuDevice(Device):
         return tensor
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
-        return tensor.clone() if copy else tensor
+        return copy_with_strides(tensor) if copy else tensor
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -34,3 +34,15 @@ class CpuDevice(Device):
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         yield
+
+
+def copy_with_strides(tensor: Tensor) -> Tensor:
+    """A copy with the very same strides: kernels choose their way, and so the last bits, by them."""
+    if tensor.is_sparse or tensor.layout != torch.strided:
+        return tensor.clone()
+    copy = tensor.clone()
+    if copy.stride() == tensor.stride() or tensor.numel() == 0:
+        return copy
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    flat = tensor.as_strided((reach,), (1,), tensor.storage_offset()).clone()
+    return flat.as_strided(tensor.shape, tensor.stride())

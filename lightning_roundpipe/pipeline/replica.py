@@ -6,6 +6,7 @@ and devices at once while the user's modules stay as they are.
 
 import operator
 import types
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -64,6 +65,11 @@ class Layer:
                     self.parameters.append(parameter)
                 self.parameter_slots.append((i, key, self._parameter_index[id(parameter)]))
         self.has_buffers = any(True for _ in module.buffers())
+        self._norms = [
+            i
+            for i, submodule in enumerate(self.modules)
+            if isinstance(submodule, _BatchNorm) and submodule.track_running_stats
+        ]
         self.intercept: Callable[..., Any] | None = None
         """The forward that stands in the module's ``__dict__`` during a step."""
         self.own_forward: Callable[..., Any] | None = None
@@ -99,10 +105,16 @@ class Layer:
     def buffers(self) -> list[dict[str, Tensor | None]]:
         return [module._buffers for module in self.modules]
 
-    def buffer_versions(self) -> list[tuple[int, int]]:
+    def norms(self, *, training: bool) -> frozenset[int]:
+        """The modules with running statistics of batches, by index, that update them (or else read them)."""
+        return frozenset(i for i in self._norms if self.modules[i].training == training)
+
+    def buffer_versions(self, without: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+        """Identity and version of each buffer, but for those of some modules."""
         return [
             (id(buffer), buffer._version)
-            for module in self.modules
+            for i, module in enumerate(self.modules)
+            if i not in without
             for buffer in module._buffers.values()
             if buffer is not None and not buffer.is_inference()
         ]
@@ -136,6 +148,8 @@ class Layer:
             return id(value) in self._parameter_index
         if isinstance(value, types.MethodType):
             return id(value.__self__) in self._module_index
+        if isinstance(value, weakref.ref):
+            return self._refers_inside(value(), visited)
         if type(value) in (list, tuple, dict) and id(value) not in visited:
             visited.add(id(value))
             return any(self._refers_inside(v, visited) for v in (value.values() if type(value) is dict else value))
@@ -181,7 +195,7 @@ class Replica:
             }
             for module in layer.modules
         ]
-        self._loaded: AttributeState | None = None
+        self._masters: dict[int, Any] = {}
         self._original: list[dict[str, Any]] = []
         self.hook_calls: list[HookCall] = []
         self.norm_statistics: list[NormStatistics] = []
@@ -230,16 +244,18 @@ class Replica:
         for i, key, index in layer.parameter_slots:
             self.shells[i].__dict__["_parameters"][key] = None if index is None else parameters[index]
         if merge_norm_statistics:
-            for i, shell in enumerate(self.shells):
-                if isinstance(shell, _BatchNorm) and shell.training and shell.track_running_stats:
-                    self._take_statistics_aside(i, shell)
+            for i in layer.norms(training=True):
+                self._take_statistics_aside(i, self.shells[i])
         self._original = [dict(shell.__dict__) for shell in self.shells]
+        self._masters = {id(shell): module for shell, module in zip(self.shells, layer.modules, strict=True)}
+        self._masters.update((id(tensor), layer.parameters[i]) for i, tensor in enumerate(parameters))
 
     def release(self) -> None:
         """Drops everything that was loaded: a shell in waiting keeps nothing alive."""
         for shell in self.shells:
             object.__setattr__(shell, "__dict__", {})
         self._original = []
+        self._masters = {}
         self.hook_calls = []
         self.norm_statistics = []
 
@@ -272,6 +288,9 @@ class Replica:
         if isinstance(value, types.MethodType):
             index = layer.module_index(value.__self__)
             return value if index is None else types.MethodType(value.__func__, self.shells[index])
+        if isinstance(value, weakref.ref):
+            target = value()
+            return value if target is None else weakref.ref(self._inside(target, parameters))
         if type(value) in (list, tuple):
             return type(value)(self._inside(item, parameters) for item in value)
         if type(value) is dict:
@@ -279,10 +298,18 @@ class Replica:
         return value
 
     def _outside(self, value: Any) -> Any:
+        """The other way round."""
         if isinstance(value, nn.Module):
-            for shell, module in zip(self.shells, self.layer.modules, strict=True):
-                if shell is value:
-                    return module
+            return self._masters.get(id(value), value)
+        if isinstance(value, Tensor):
+            return self._masters.get(id(value), value)
+        if isinstance(value, weakref.ref):
+            target = value()
+            return value if target is None else weakref.ref(self._outside(target))
+        if type(value) in (list, tuple):
+            return type(value)(self._outside(item) for item in value)
+        if type(value) is dict:
+            return {key: self._outside(item) for key, item in value.items()}
         return value
 
     def _defer_hooks(self, index: int, attributes: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ of the calls, with skip connections, shared layers, hooks and several backward p
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -95,11 +96,12 @@ class Call:
         self.kept: Run | None = None
         self.differentiable: list[int] = []
         self.leaf_count = 0
-        self.checksums: list[int] | None = None
+        self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
         self._saved: list[Any] = []
         self._buffers: list[dict[str, Tensor | None]] | None = None
         self._buffer_versions: list[tuple[int, int]] = []
+        self._norms_aside: frozenset[int] = frozenset()
         self._versions: list[tuple[int, Tensor, int]] = []
 
     # -- forward ---------------------------------------------------------------------------------------------------
@@ -112,16 +114,19 @@ class Call:
             self.gradient_inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         self._save_inputs(device, leaves, mode)
         if layer.has_buffers and mode == Mode.DROP:
-            if self.record or traits.writes_buffers:
+            taken, reading = layer.norms(training=True), layer.norms(training=False)
+            self._norms_aside = taken if self.merge_norm_statistics else frozenset()
+            # Statistics that are read here may be updated by another call of the same BatchNorm before the recompute.
+            if self.record or traits.writes_buffers or (self.merge_norm_statistics and reading):
                 self._buffers = layer.copy_buffers()
-            versions = layer.buffer_versions()
+            versions = layer.buffer_versions(self._norms_aside)
         replica = layer.borrow()
         try:
             run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
         finally:
             layer.give_back(replica)
         if layer.has_buffers and mode == Mode.DROP:
-            self._buffer_versions = layer.buffer_versions()
+            self._buffer_versions = layer.buffer_versions(self._norms_aside)
             if versions != self._buffer_versions and not traits.writes_buffers:
                 self._found_buffer_write()
         self._check_inputs_after_run()
@@ -134,7 +139,7 @@ class Call:
                 " the pipeline with RoundPipeStrategy(layers=...)."
             )
         if self.record and mode == Mode.DROP:
-            self.checksums = [_checksum(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
+            self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
         return run
 
@@ -252,9 +257,9 @@ class Call:
         buffers = self._buffers
         if buffers is None:
             buffers = [dict(items) for items in layer.buffers()]
-            if layer.has_buffers and layer.buffer_versions() != self._buffer_versions:
+            if layer.has_buffers and layer.buffer_versions(self._norms_aside) != self._buffer_versions:
                 self._found_buffer_write()
-        elif self.record and layer.buffer_versions() != self._buffer_versions:
+        elif self.record and layer.buffer_versions(self._norms_aside) != self._buffer_versions:
             layer.traits.writes_buffers = True
         replica = layer.borrow()
         try:
@@ -265,9 +270,9 @@ class Call:
         self._buffers = None
         if len(run.leaves) != self.leaf_count:
             raise RecomputeError(self._mismatch(f"{len(run.leaves)} values came out instead of {self.leaf_count}"))
-        if self.checksums is not None:
-            again = [_checksum(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
-            if again != self.checksums:
+        if self.fingerprints is not None:
+            again = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
+            if len(again) != len(self.fingerprints) or not all(map(Fingerprint.matches, self.fingerprints, again)):
                 raise RecomputeError(self._mismatch("the values differ"))
         return run
 
@@ -426,14 +431,44 @@ class _AutocastState:
         self._contexts.pop().close()
 
 
-def _checksum(tensor: Tensor) -> int:
-    """Depends on every bit and its place. Equal tensors (NaNs included) have equal sums."""
-    if tensor.is_sparse or tensor.numel() == 0:
-        return 0
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = data.to(torch.int64)
-    weights = torch.arange(1, words.numel() + 1, device=words.device).mul_(0x9E3779B97F4A7C1)
-    return int((words * weights).sum())
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """Tells whether a tensor has come out the same again, without keeping it.
+
+    The bits are compared first. Where a kernel rounds differently by memory alignment or thread, two random projections
+    still must agree to within a few roundings.
+    """
+
+    kind: tuple[torch.Size, torch.dtype]
+    bits: int
+    projections: tuple[float, ...]
+    tolerance: float
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "Fingerprint":
+        kind = (tensor.shape, tensor.dtype)
+        if tensor.layout != torch.strided or tensor.numel() == 0:
+            return cls(kind, 0, (), 0.0)
+        flat = tensor.detach().contiguous().reshape(-1)
+        data = flat.view(torch.uint8).to(torch.int64)
+        places = torch.arange(1, data.numel() + 1, device=data.device)
+        bits = int((data * places.mul_(0x9E3779B97F4A7C1)).sum())
+        if not flat.is_floating_point():
+            return cls(kind, bits, (), 0.0)
+        values = flat.nan_to_num().double()
+        waves = torch.arange(values.numel(), device=values.device, dtype=torch.float64)
+        projections = tuple(float((values * torch.cos(waves * step + step)).sum()) for step in (1.0, 2.399963))
+        spread = float(values.abs().sum())
+        return cls(kind, bits, projections, spread * min(32 * torch.finfo(flat.dtype).eps, 1e-3))
+
+    def matches(self, other: "Fingerprint") -> bool:
+        if self.kind != other.kind:
+            return False
+        if self.bits == other.bits:
+            return True
+        return bool(self.projections) and all(
+            abs(a - b) <= self.tolerance for a, b in zip(self.projections, other.projections, strict=True)
+        )
 
 
 def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
