@@ -11,7 +11,8 @@ does not say which of the two it is, so what it holds decides:
 - tensors or records alike with one common first dimension: structure if that is the number of samples, as in
   ``[x, y]``, else a column. So is a tuple of tensors even where they differ: tuples are mostly structure. Beside a
   column of tensors or records both are columns: three images of three channels beside their boxes.
-- sequences, as ``zip(*samples)`` gives them: structure, unless they are samples ``(x_i, y_i)`` of differing lengths.
+- sequences: structure if anything in them has the number of samples, as in ``zip(*samples)``, else a column. Samples
+  ``(x_i, y_i)`` of several kinds and differing lengths are a column in any case.
 - tensors among other things: a column if no tensor in it has the length of the batch; structure if containers are
   among them.
 """
@@ -119,7 +120,8 @@ class _Role(Enum):
     COLUMN = auto()
     OPAQUE_COLUMN = auto()
     DEPENDS = auto()  # on the number of samples
-    MIXED = auto()  # likewise, but does not tell what it is
+    MIXED = auto()  # likewise, and holds tensors among other things
+    NESTED = auto()  # likewise, and holds sequences
 
 
 def _role(node: Sequence[Any]) -> _Role:
@@ -135,7 +137,7 @@ def _role(node: Sequence[Any]) -> _Role:
         return _Role.STRUCTURE if any(map(open_container, items)) else _Role.MIXED
     if kinds == {"sequence"}:
         samples = len(set(lengths)) > 1 and any(len(set(map(_kind, item))) > 1 for item in items)
-        return _Role.COLUMN if samples else _Role.STRUCTURE
+        return _Role.COLUMN if samples else _Role.NESTED
     common = len({length for item in lengths for length in item}) == 1
     tensor_tuple = isinstance(node, tuple) and all(map(_is_cuttable, items))
     return _Role.DEPENDS if common or tensor_tuple else _Role.COLUMN
@@ -145,7 +147,9 @@ def _is_column(node: Any, samples: int, beside_column: bool = False) -> bool:
     if not isinstance(node, (list, tuple)) or len(node) != samples:
         return False
     role = _role(node)
-    if role in (_Role.DEPENDS, _Role.MIXED):
+    if role is _Role.NESTED and any(len(item) == samples for item in node if item is not None):
+        return False
+    if role in (_Role.DEPENDS, _Role.MIXED, _Role.NESTED):
         return samples not in _lengths(node) or (beside_column and role is _Role.DEPENDS)
     return role is not _Role.STRUCTURE
 

@@ -102,13 +102,15 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
         self._batch: Batch | None = None
-        self._gradients_in_place = False
+        self._gradients_unused = False
+        """Whether there are gradients of batches after the last optimizer step."""
         self._waiting: WaitForPipeline | None = None
         self._restored: dict[str, Any] | None = None
         self._fresh_metrics: dict[Metric, Metric] = {}
         self._threads_before: int | None = None
         self._started = 0.0
         self._report: PipelineReport | None = None
+        self._last_state: dict[str, Any] | None = None
 
     # -- set up and tear down --------------------------------------------------------------------------------------
 
@@ -168,20 +170,22 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             pipeline.store.load_stale_values(restored["stale"])
         self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
         self._worker.skip_to(pipeline.store.enqueued)
-        self._restored = None
+        self._restored = self._last_state = None
         self._fresh_metrics = {}
+        self._gradients_unused = False
         self._started = time.perf_counter()
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
         return pipeline
 
     def _close(self) -> None:
-        pipeline, worker = self._pipeline, self._worker
+        pipeline, worker, state = self._pipeline, self._worker, self._state()
         self._pipeline = self._worker = self._batch = None
         self.steps_in_background = False
         if pipeline is None:
             return
         self._report = make_report(pipeline, time.perf_counter() - self._started)
+        self._last_state = None if pipeline.monitor.failure is not None else state
         pipeline.close()
         if worker is not None:
             worker.close()
@@ -237,6 +241,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if not module.automatic_optimization:
             return super().training_step(*args, **kwargs)
         pipeline = self._pipeline or self._open()
+        self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
@@ -272,6 +277,15 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if len(pieces) > 1:
             logging.replay()
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
+
+    def _begin_window(self, pipeline: Pipeline, trainer: "pl.Trainer") -> None:
+        """Where Lightning will zero the gradients, those of batches that no step has used are dropped."""
+        first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if first and self._gradients_unused:
+            pipeline.wait_backward()
+            for unit in pipeline.store.units:
+                pipeline.gradients.hand_over(unit)
+        self._gradients_unused = True
 
     def _sizes(self, batch: Any) -> list[int]:
         wanted = self.microbatches or self._device_count() + 1
@@ -351,6 +365,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._pipeline.check()
         self._worker.order = self._pipeline.unit_order()
         self._worker.submit(StepJob(optimizer, self._batch.gradients, before_step, after_step))
+        self._gradients_unused = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
 
     def after_step_in_line(self) -> None:
@@ -359,6 +374,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if pipeline is None:
             return
         pipeline.wait_backward()
+        self._gradients_unused = False
         pipeline.store.enqueued += 1
         for unit in pipeline.store.units:
             pipeline.gradients.hand_over(unit)  # `.grad` stays readable until the next batch
@@ -388,12 +404,18 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         self.settle()
-        if self._pipeline is not None:
-            state: dict[str, Any] = {"seed": self._pipeline.seed, "step": self._pipeline.step}
-            if self.staleness and self._pipeline.store.enqueued:
-                state["stale"] = self._pipeline.store.stale_values()
+        if (state := self._state()) is not None:
             checkpoint[_CHECKPOINT_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _state(self) -> dict[str, Any] | None:
+        """What a resumed run needs besides Lightning's own state. After fit, that of its end."""
+        if self._pipeline is None:
+            return self._last_state
+        state: dict[str, Any] = {"seed": self._pipeline.seed, "step": self._pipeline.step}
+        if self.staleness and self._pipeline.store.enqueued:
+            state["stale"] = self._pipeline.store.stale_values()
+        return state
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)

@@ -1,0 +1,124 @@
+"""Autocast, grad mode, train mode and the loss scale are the user's own in every pass."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+
+from .common import AtBatchEnd, Net, Way, col, fit, in_every_way, lin, near, weights
+
+
+class Pass(NamedTuple):
+    """What a layer sees around it in one forward pass."""
+
+    autocast: bool
+    dtype: torch.dtype
+    inside: torch.dtype
+    outside: torch.dtype
+    grad: bool
+    inference: bool
+    training: bool
+
+
+class Mixed(nn.Module):
+    """Computes once under autocast and once without, and notes what it saw."""
+
+    def __init__(self, passes: list[Pass]) -> None:
+        super().__init__()
+        self.f = nn.Linear(4, 4)
+        self.note = passes.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.f(x)
+        with torch.autocast("cpu", enabled=False):
+            z = self.f(x.float())
+        self.note(
+            Pass(
+                autocast=torch.is_autocast_enabled("cpu"),
+                dtype=torch.get_autocast_dtype("cpu"),
+                inside=y.dtype,
+                outside=z.dtype,
+                grad=torch.is_grad_enabled(),
+                inference=torch.is_inference_mode_enabled(),
+                training=self.training,
+            )
+        )
+        return z
+
+
+class Validates(Net):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.net(batch)
+
+
+@in_every_way
+def test_autocast_grad_mode_and_train_mode_in_every_pass(way: Way) -> None:
+    """A pass in a thread that does not know of autocast, or a recompute that sees other modes than the first pass."""
+    noted: list[list[Pass]] = [[], [], []]
+    module = Validates(*map(Mixed, noted))
+    batch = torch.ones(4, 4)
+    fit(module, [batch], way, val=[batch], num_sanity_val_steps=0, precision="bf16-mixed")
+    mixed = {"autocast": True, "dtype": torch.bfloat16, "inside": torch.bfloat16, "outside": torch.float32}
+    for passes in noted:
+        training = [seen for seen in passes if seen.training]
+        validating = [seen for seen in passes if not seen.training]
+        assert {seen._replace(grad=True) for seen in training} == {
+            Pass(**mixed, grad=True, inference=False, training=True)
+        }
+        assert sum(seen.grad for seen in training) >= way.microbatches
+        assert validating
+        assert {seen._replace(inference=True) for seen in validating} == {
+            Pass(**mixed, grad=False, inference=True, training=False)
+        }
+
+
+class Overflows(Net):
+    """The first batch's loss is infinite; the learning rate halves with every step."""
+
+    def __init__(self) -> None:
+        super().__init__(lin(0))
+        self.gradients: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.net(batch).mean()
+        return loss * torch.inf if batch_idx == 0 else loss
+
+    def configure_optimizers(self) -> dict:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.gradients.append(self.net[0].weight.grad.item())
+
+
+class OverflowsUnseen(Overflows):
+    """The same, with no hook that looks at the gradients."""
+
+    on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
+
+
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "unseen"])
+@pytest.mark.parametrize(
+    ("clip", "expected"),
+    [
+        (None, [(0.0, 512.0, 1), (-2.0, 512.0, 2), (-3.0, 512.0, 3)]),
+        (1.0, [(0.0, 512.0, 1), (-0.5, 512.0, 2), (-0.75, 512.0, 3)]),
+    ],
+    ids=["unclipped", "clipped"],
+)
+@in_every_way
+def test_a_step_skipped_by_loss_scaling(way: Way, clip: float | None, expected: list, watched: bool) -> None:
+    """Unscaled with another batch's scale, clipped while still scaled, or stepped with infinite gradients."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    module = Overflows() if watched else OverflowsUnseen()
+    seen = AtBatchEnd(lambda module, _: (*weights(module), scaler.get_scale(), module.scheduler.last_epoch))
+    plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
+    fit(module, [col(4, 4)] * 3, way, callbacks=[seen], plugins=[plugin], gradient_clip_val=clip)
+    assert seen.seen == [near(row) for row in expected]
+    assert module.gradients == (near([torch.inf, 4.0, 4.0]) if watched else [])

@@ -1,0 +1,42 @@
+"""What holds for every test: one thread per operation, fixed seeds, quiet Lightning, and no thread left behind."""
+
+import logging
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_start() -> Iterator[None]:
+    """The same seed, default dtype and Ctrl-C handler for every test, whatever ran before it."""
+    torch.manual_seed(0)
+    dtype, handler = torch.get_default_dtype(), signal.getsignal(signal.SIGINT)
+    yield
+    torch.set_default_dtype(dtype)
+    signal.signal(signal.SIGINT, handler)  # Lightning ignores SIGINT after a KeyboardInterrupt
+
+
+@pytest.fixture(autouse=True)
+def no_thread_left() -> Iterator[None]:
+    """No thread may outlive the test that started it."""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert not left, f"threads left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def quiet_lightning() -> Iterator[None]:
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*have no `val_dataloader`.*")  # most tests only train
+        yield
+    logger.setLevel(level)

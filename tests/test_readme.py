@@ -1,0 +1,117 @@
+"""What the README says is true: its code runs, its commands exist, its tables are those of the package."""
+
+import gc
+import inspect
+import re
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_roundpipe import RoundPipeStrategy
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def table(first_column: str) -> list[list[str]]:
+    """The cells of the table with this first column, without its head."""
+    lines = README.partition(f"| {first_column} |")[2].partition("\n\n")[0].splitlines()[2:]
+    return [[cell.strip().strip("`") for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Block after block as a reader would, on two batches instead of all."""
+    monkeypatch.chdir(tmp_path)
+    for option, value in {"LIMIT_TRAIN_BATCHES": "2", "LOGGER": "False", "ENABLE_CHECKPOINTING": "False"}.items():
+        monkeypatch.setenv(f"PL_TRAINER_{option}", value)
+    blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    namespace: dict[str, object] = {}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+        trainer = namespace["trainer"]
+        assert isinstance(trainer, L.Trainer) and trainer.global_step == 2
+        assert isinstance(trainer.strategy, RoundPipeStrategy)
+        assert sum(row.kind == "TransformerEncoderLayer" for row in trainer.strategy.report().layers) == 8
+    assert "4 microbatches" in capsys.readouterr().out
+
+
+def test_commands() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", README, flags=re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert re.search(rf"^{target}:", makefile, flags=re.MULTILINE)
+    assert "make test" in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_links() -> None:
+    headings = {
+        re.sub(r"[^a-z ]", "", line.lower()).strip().replace(" ", "-")
+        for line in README.splitlines()
+        if line[:1] == "#"
+    }
+    for target in re.findall(r"\]\((?!https://)([^)]+)\)", README):
+        assert target[1:] in headings if target.startswith("#") else (ROOT / target).exists(), target
+
+
+def test_options_are_the_constructors() -> None:
+    parameters = inspect.signature(RoundPipeStrategy).parameters.values()
+    of_any_strategy = {"accelerator", "checkpoint_io", "precision_plugin"}
+    expected = [(p.name, repr(p.default).replace("'", '"')) for p in parameters if p.name not in of_any_strategy]
+    assert [(name, default) for name, default, _ in table("option")] == expected
+
+
+class HostMemory(L.LightningModule):
+    """Notes, when everything has come to rest, how many bytes per parameter the tensors made since `known` hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.known = set(storages())
+        self.net = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+
+    def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def on_train_epoch_end(self) -> None:
+        held = sum(size for address, size in storages().items() if address not in self.known)
+        self.bytes_per_parameter = held / sum(parameter.numel() for parameter in self.parameters())
+
+
+def storages() -> dict[int, int]:
+    """Sizes in bytes of all tensors' memory, by address."""
+    gc.collect()
+    tensors = [item for item in gc.get_objects() if type(item) in (torch.Tensor, nn.Parameter)]
+    memory = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in memory}
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("row", table("precision"), ids=lambda row: row[0].strip('"'))
+def test_host_memory(row: list[str], staleness: int) -> None:
+    """Two percent are left for batches, buffers and step counters."""
+    precision, numbers = row[0].strip('"'), [int(cell) for cell in row[1:]]
+    *parts, copies, total, stale_total = numbers
+    assert total == sum(parts) and stale_total == total + copies
+    model = HostMemory()
+    trainer = L.Trainer(
+        strategy=RoundPipeStrategy(staleness=staleness),
+        accelerator="cpu",
+        devices=2,
+        precision=precision,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    dtype = torch.float64 if precision == "64-true" else torch.bfloat16 if precision == "bf16-true" else torch.float32
+    trainer.fit(model, DataLoader(torch.randn(18, 256, dtype=dtype), batch_size=6))
+    assert model.bytes_per_parameter == pytest.approx(stale_total if staleness else total, rel=0.02)

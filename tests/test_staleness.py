@@ -1,0 +1,192 @@
+"""Staleness 1: every batch computes with parameters that are exactly one optimizer step old, compared with a loop
+written out here.
+"""
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    Validations,
+    Watch,
+    assert_alike,
+    assert_equal,
+    differs,
+    fit,
+    fit_pipeline,
+    split,
+    weights,
+)
+from models import GPT, MLP, SGD, Lit, batches_of, tokens, vectors
+from torch import Tensor, nn
+
+MODELS = {"mlp": (MLP, vectors), "gpt": (GPT, tokens)}
+OPTIMIZERS = {
+    "sgd": SGD,
+    "adamw": partial(torch.optim.AdamW, lr=0.02, foreach=False),
+    "adamw foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
+}
+
+
+def make(name: str, **options: Any) -> Lit:
+    torch.manual_seed(7)
+    return MODELS[name][0](**options).double()
+
+
+def one_step_behind(
+    model: Lit, batches: list[Any], m: int, optimizer: Any, accumulate: int = 1, clip: float | None = None
+) -> dict:
+    """The reference. `model` holds the newest parameters; `used` those that the gradients are computed with."""
+    used = copy.deepcopy(model).train()
+    stepper = optimizer(model.parameters())
+    for index, batch in enumerate(batches):
+        for part in split(batch, m):
+            loss = used.loss(part)
+            used.note("train", part, loss)
+            (loss / (m * accumulate)).backward()
+        if (index + 1) % accumulate == 0 or index + 1 == len(batches):
+            before_step = copy.deepcopy(model.state_dict())
+            for newest, old in zip(model.parameters(), used.parameters(), strict=True):
+                newest.grad, old.grad = old.grad, None
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            stepper.step()
+            used.load_state_dict(before_step)  # so the next batch doesn't see the step just made
+    return {"weights": weights(model), "optimizer": copy.deepcopy(stepper.state_dict()["state"]), "losses": used.seen}
+
+
+def ours(model: Lit, batches: list[Any], m: int, devices: int, **run: Any) -> dict:
+    trainer = fit_pipeline(model, batches, m, devices, staleness=1, run=run)
+    return {
+        "weights": weights(model),
+        "optimizer": copy.deepcopy(trainer.optimizers[0].state_dict()["state"]),
+        "losses": model.seen,
+    }
+
+
+@pytest.mark.parametrize(("m", "devices"), [(1, 1), (2, 1), (2, 2), (3, 2), (4, 5)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_loop(name: str, optimizer: str, m: int, devices: int) -> None:
+    batches = batches_of(MODELS[name][1], 6, 12)
+    reference = one_step_behind(make(name), batches, m, OPTIMIZERS[optimizer])
+    plain = make(name, optimizer=OPTIMIZERS[optimizer])
+    fit_pipeline(plain, batches, m, devices)
+    assert len(reference["losses"]) == 6 * m and differs(reference["weights"], weights(plain)), "staleness must matter"
+    assert_equal(ours(make(name, optimizer=OPTIMIZERS[optimizer]), batches, m, devices), reference)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize(
+    "run",
+    [
+        {"accumulate_grad_batches": 2},
+        {"gradient_clip_val": 0.05},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
+    ],
+    ids=str,
+)
+def test_accumulation_and_clipping(run: dict, devices: int) -> None:
+    """One step behind, not one batch: all batches of an accumulation use the same parameters. Seven batches: the last
+    window is short.
+    """
+    batches = batches_of(tokens, 7, 12)
+    reference = one_step_behind(
+        make("gpt"), batches, 2, SGD, run.get("accumulate_grad_batches", 1), run.get("gradient_clip_val")
+    )
+    # 1/2 * 1/3 is 1/6 up to rounding only
+    check = assert_equal if run.get("accumulate_grad_batches") != 3 else assert_alike
+    check(ours(make("gpt"), batches, 2, devices, **run), reference)
+
+
+def test_several_epochs_with_validation_between() -> None:
+    """An epoch's end changes nothing: the next batch is still one step behind. The validation is not."""
+    batches, val_batches = batches_of(vectors, 3, 8), batches_of(vectors, 2, 8, seed=2)
+    model = make("mlp")
+    callback = Validations()
+    made = ours(
+        model, batches, 2, 2, max_epochs=3, val_batches=val_batches, num_sanity_val_steps=1, callbacks=[callback]
+    )
+    expected = one_step_behind(make("mlp"), batches * 3, 2, SGD)
+    assert_equal(made["weights"], expected["weights"])
+    assert_equal(made["optimizer"], expected["optimizer"])
+
+    validations = []
+    for epochs in (0, 1, 2, 3):
+        newest = make("mlp")
+        one_step_behind(newest, batches * epochs, 2, SGD)
+        newest.eval()
+        chosen = val_batches if epochs else val_batches[:1]
+        losses = torch.stack([newest.loss(batch) for batch in chosen]).detach()
+        validations.append({"val_loss": float(losses.mean())})
+    assert_alike(callback.metrics, validations[1:] if len(callback.metrics) == 3 else validations)
+
+
+def test_scheduler() -> None:
+    """The rates of steps 0, 1, 2, ... are those of plain Lightning: the step of batch t uses the rate that was set when
+    it was asked for.
+    """
+
+    def halve(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return {"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}
+
+    class Halving(torch.optim.SGD):
+        """The same rule within the reference loop."""
+
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            for group in self.param_groups:
+                group["lr"] *= 0.5
+
+    batches = batches_of(vectors, 6, 8)
+    model, watch = make("mlp", scheduler=halve), Watch()
+    made = ours(model, batches, 2, 2, callbacks=[watch])
+    expected = one_step_behind(make("mlp"), batches, 2, partial(Halving, lr=0.1, momentum=0.9, weight_decay=0.01))
+    assert_equal(made["weights"], expected["weights"])
+    assert_alike(watch.rates, [[0.1 * 0.5 ** (step + 1)] for step in range(6)])
+
+
+def test_twenty_runs_are_identical() -> None:
+    batches = batches_of(vectors, 5, 12)
+    expected = one_step_behind(make("mlp"), batches, 3, SGD)
+    for _ in range(20):
+        assert_equal(ours(make("mlp"), batches, 3, 3), expected)
+
+
+class Square(Lit):
+    def __init__(self) -> None:
+        super().__init__(optimizer=partial(torch.optim.SGD, lr=0.5))
+        self.net = nn.Sequential(nn.Linear(1, 1, bias=False))
+        nn.init.ones_(self.net[0].weight)
+
+    def loss(self, batch: Any) -> Tensor:
+        return 0.5 * self.net(batch["x"]).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("options", "losses", "weight"),
+    [
+        ({"background_step": False}, [0.5, 0.125, 0.03125], 0.125),
+        ({}, [0.5, 0.125, 0.03125], 0.125),
+        ({"staleness": 1}, [0.5, 0.5, 0.125], -0.25),
+    ],
+    ids=["in line", "background", "stale"],
+)
+def test_by_hand(options: dict, losses: list[float], weight: float) -> None:
+    """w -> w - w/2, with w or its predecessor: numbers to be checked in one's head. No step is left pending."""
+    model, watch = Square(), Watch()
+    fit_pipeline(model, [{"x": torch.ones(2, 1)}] * 3, 2, devices=2, run={"callbacks": [watch]}, **options)
+    assert [float(loss) for loss in watch.losses] == losses
+    assert float(model.net[0].weight.detach()) == weight
+
+
+def test_the_loop_without_delay_is_plain_lightning() -> None:
+    """The reference's own check: for one batch, and in its split, losses and steps, it agrees with plain Lightning."""
+    batches = batches_of(vectors, 1, 8)
+    expected = one_step_behind(make("mlp"), batches, 1, SGD)
+    plain = make("mlp")
+    fit(plain, batches)
+    assert_equal(expected["weights"], weights(plain))
+    assert_equal(expected["losses"], plain.seen)
