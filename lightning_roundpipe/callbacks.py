@@ -33,13 +33,18 @@ def hooks_that_look(trainer: "pl.Trainer") -> list[str]:
         for hook in _MODULE_HOOKS
         if getattr(type(module), hook) is not getattr(pl.LightningModule, hook) or hook in vars(module)
     ]
-    for callback in trainer.callbacks:
+    for callback in callbacks_of(trainer):
         found += [
             f"{type(callback).__name__}.{hook}"
             for hook in _HOOKS_BETWEEN_BATCHES
             if getattr(callback, hook).__module__ not in _HARMLESS_MODULES
         ]
     return found
+
+
+def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of its __init__
+    return callbacks
 
 
 class WaitForPipeline(Callback):

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 class RoundPipePrecision(Precision):
     """Mixin for Lightning's precision plugins; see :func:`with_background_step`."""
 
-    def backward(
+    def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:
         super().backward(tensor, model, optimizer, *args, **kwargs)
         _strategy(model).after_backward()
 
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]
         self, optimizer: Any, model: "pl.LightningModule", closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         strategy = _strategy(model)
@@ -51,7 +51,7 @@ class RoundPipePrecision(Precision):
 
     def handles_in_background(self, optimizer: Optimizer) -> bool:
         """Whether the step consists of nothing but what :meth:`_before_step` does, and the optimizer's own step."""
-        kind = next(base for base in type(self).__mro__[1:] if not issubclass(base, RoundPipePrecision))
+        kind: Any = next(base for base in type(self).__mro__[1:] if not issubclass(base, RoundPipePrecision))
         known = (
             kind.optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
             and kind.clip_gradients in (Precision.clip_gradients, MixedPrecision.clip_gradients)
@@ -85,7 +85,7 @@ def with_background_step(plugin: Precision) -> Precision:
     # Checkpoints store the plugin's state under its class's qualified name: kept, they load with any strategy.
     names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__, "__doc__": kind.__doc__}
     extended = type(kind.__name__, (RoundPipePrecision, kind), names)
-    new = object.__new__(extended)
+    new: Any = object.__new__(extended)
     new.__dict__ = plugin.__dict__
     return new
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
-from lightning_roundpipe.callbacks import WaitForPipeline, hooks_that_look
+from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import program_seed
@@ -51,10 +51,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             the batch has samples.
         staleness: 0: a batch computes with the parameters after the previous batch's optimizer step, as on one device.
             1: with those one step before, so that the step is hidden behind the next batch's computation.
-        layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By default
-            the repeated blocks of the model and what remains; see :func:`find_layers`.
-        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is not
-            split.
+        layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By
+            default the repeated blocks of the model and what remains; see :func:`find_layers`.
+        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is
+            not split.
         loss_weight: Weight of a microbatch's loss in the batch's: by number of ``"samples"``, by number of ``"tokens"``
             (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
         background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
@@ -82,7 +82,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
     ) -> None:
         if microbatches is not None and microbatches < 1:
-            raise ValueError(f"`microbatches` must be at least 1, or None for one more than devices; got {microbatches}.")
+            raise ValueError(
+                f"`microbatches` must be at least 1, or None for one more than devices; got {microbatches}."
+            )
         if staleness not in (0, 1):
             raise ValueError(f"`staleness` must be 0 or 1, got {staleness!r}.")
         if split not in ("step", "whole"):
@@ -102,6 +104,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
         self._batch: Batch | None = None
+        self._settled = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
         self._waiting: WaitForPipeline | None = None
@@ -126,13 +129,13 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
             self._waiting = WaitForPipeline(self)
-            trainer.callbacks.insert(0, self._waiting)
+            callbacks_of(trainer).insert(0, self._waiting)
 
     def teardown(self) -> None:
         self._close()
         trainer = self._trainer
-        if self._waiting is not None and trainer is not None and self._waiting in trainer.callbacks:
-            trainer.callbacks.remove(self._waiting)
+        if self._waiting is not None and trainer is not None and self._waiting in callbacks_of(trainer):
+            callbacks_of(trainer).remove(self._waiting)
         self._waiting = None
         self._restored = None
         super().teardown()
@@ -202,7 +205,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                     " (strategy='roundpipe')."
                 )
             groups = optimizer.param_groups
-            if len(self.optimizers) == 1 and module.automatic_optimization and type(optimizer).__name__ != "_MockOptimizer":
+            if (
+                len(self.optimizers) == 1
+                and module.automatic_optimization
+                and type(optimizer).__name__ != "_MockOptimizer"
+            ):
                 strays = sum(id(parameter) not in inside for group in groups for parameter in group["params"])
                 if strays:
                     raise MisconfigurationException(
@@ -271,12 +278,18 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 weights,
                 lambda: scale * self._loss_scale(),
                 deferred=is_overridden("backward", module),
+                values_changed=self._may_have_changed(),
             )
             if process_wide:  # the recompute must see the same default dtype
                 pipeline.wait_backward()
         if len(pieces) > 1:
             logging.replay()
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
+
+    def _may_have_changed(self) -> bool:
+        """Whether the user's code may have changed parameters since the last batch; if so, no step is pending."""
+        settled, self._settled = self._settled, False
+        return settled or not self.steps_in_background
 
     def _begin_window(self, pipeline: Pipeline, trainer: "pl.Trainer") -> None:
         """Where Lightning will zero the gradients, those of batches that no step has used are dropped."""
@@ -391,6 +404,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if self._pipeline is not None and self._worker is not None:
             self._pipeline.wait_backward()
             self._pipeline.until(self._worker.wait_idle)
+            self._settled = True
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -451,14 +465,14 @@ class _BatchLoss(torch.autograd.Function):
     """The batch's loss as Lightning sees it. Its backward is the pipeline's, which is under way or let begin by it."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, anchor: Tensor, value: Tensor, strategy: RoundPipeStrategy, batch: Batch, scale: float
     ) -> Tensor:
         ctx.strategy, ctx.batch, ctx.scale = strategy, batch, scale
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if ctx.batch is None:
             raise RuntimeError("The pipeline's backward of a batch can run only once.")
         strategy, batch = ctx.strategy, ctx.batch

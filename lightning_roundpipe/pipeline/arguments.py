@@ -180,6 +180,7 @@ def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
 
 
 def _empty_like(original: Any) -> Any:
+    new: Any
     if type(original) in (list, dict):
         return type(original)()
     if isinstance(original, UserDict):
@@ -188,7 +189,8 @@ def _empty_like(original: Any) -> Any:
         new.data = {}
         return new
     if isinstance(original, (list, dict)):
-        new = type(original).__new__(type(original))
+        kind: Any = type(original)
+        new = kind.__new__(kind)
         if getattr(original, "__dict__", None):
             vars(new).update(vars(original))
         if hasattr(original, "default_factory"):

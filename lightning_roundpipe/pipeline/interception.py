@@ -124,10 +124,10 @@ class OutsideParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        if self._any_parameter(args) or (kwargs and self._any_parameter(kwargs.values())):
-            if not _is_about_the_object(func):
-                args = tuple(self.replace(item) for item in args)
-                kwargs = {key: self.replace(item) for key, item in kwargs.items()}
+        involved = self._any_parameter(args) or (kwargs and self._any_parameter(kwargs.values()))
+        if involved and not _is_about_the_object(func):
+            args = tuple(self.replace(item) for item in args)
+            kwargs = {key: self.replace(item) for key, item in kwargs.items()}
         return func(*args, **kwargs)
 
     def replace(self, item: Any) -> Any:

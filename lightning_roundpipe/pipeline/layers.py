@@ -15,8 +15,9 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
     """The layers of a module, by name, in the order of registration. No layer lies within another.
 
     Without a spec, these are the children of the outermost ``Sequential``, ``ModuleList`` and ``ModuleDict``
-    containers, three and more blocks of one class side by side, the blocks that transformers' models name in ``_no_split_modules``, and of what remains, the largest
-    modules with parameters. Parameters of modules that hold layers are used by the code between the layers.
+    containers, three and more blocks of one class side by side, the blocks that transformers' models name in
+    ``_no_split_modules``, and of what remains, the largest modules with parameters. Parameters of modules that hold
+    layers are used by the code between the layers.
 
     Args:
         root: The module to look through; never a layer itself.

@@ -35,9 +35,11 @@ class Traits:
     draws: bool = False
     """Draws random numbers."""
     changed_inputs: set[int] = field(default_factory=set)
-    """Leaves of the arguments that are changed in place, by the layer or later, and must be copied for the recompute."""
+    """Leaves of the arguments that are changed in place, by the layer or later: the recompute needs copies."""
     writes_buffers: bool = False
     """Writes its buffers: the recompute needs them as they were before the call."""
+    half: dict[int, torch.dtype] | None = None
+    """Parameters, by index, that may travel in half precision. None before the layer has run under autocast."""
     foreign: list[Tensor] = field(default_factory=list)
     """Parameters of others that the layer reaches by itself, past its arguments."""
 
@@ -174,7 +176,7 @@ class HookCall:
 class NormStatistics:
     """Statistics of one BatchNorm call: per-channel mean and unbiased variance over ``count`` values."""
 
-    module: nn.Module
+    module: _BatchNorm
     mean: Tensor
     variance: Tensor
     count: int
@@ -186,7 +188,8 @@ class Replica:
     def __init__(self, layer: Layer) -> None:
         self.layer = layer
         self.shells: list[nn.Module] = [
-            object.__new__(type(module)) for module in layer.modules  # no __init__: the attributes come from the layer
+            object.__new__(type(module))
+            for module in layer.modules  # no __init__: the attributes come from the layer
         ]
         self._submodules = [
             {
@@ -324,9 +327,8 @@ class Replica:
 
     def _take_statistics_aside(self, index: int, shell: nn.Module) -> None:
         master = self.layer.modules[index]
-        scratch = {
-            key: None if buffer is None else torch.zeros_like(buffer) for key, buffer in shell._buffers.items()
-        }
+        assert isinstance(master, _BatchNorm)
+        scratch = {key: None if buffer is None else torch.zeros_like(buffer) for key, buffer in shell._buffers.items()}
         attributes = shell.__dict__
         attributes["_buffers"] = scratch
         attributes["momentum"] = 1.0  # the running statistics then are those of the one call
@@ -349,9 +351,9 @@ def commit_norm_statistics(microbatches: Sequence[Sequence[NormStatistics]]) -> 
     The k-th call of a BatchNorm in each microbatch makes one update with the mean and unbiased variance over all of
     them, as if the layer had seen the whole batch.
     """
-    calls: dict[nn.Module, list[list[NormStatistics]]] = {}
+    calls: dict[_BatchNorm, list[list[NormStatistics]]] = {}
     for statistics in microbatches:
-        occurrence: dict[nn.Module, int] = {}
+        occurrence: dict[_BatchNorm, int] = {}
         for item in statistics:
             number = occurrence.get(item.module, 0)
             occurrence[item.module] = number + 1
@@ -365,19 +367,16 @@ def commit_norm_statistics(microbatches: Sequence[Sequence[NormStatistics]]) -> 
                 _update_running_statistics(module, parts)
 
 
-def _update_running_statistics(module: nn.Module, parts: Sequence[NormStatistics]) -> None:
-    running_mean, running_var = module.running_mean, module.running_var
-    tracked = module.num_batches_tracked
-    if tracked is not None:
-        tracked.add_(1)
-    momentum = module.momentum
-    if momentum is None:
-        momentum = 1.0 / float(tracked)
+def _update_running_statistics(module: _BatchNorm, parts: Sequence[NormStatistics]) -> None:
+    running_mean, running_var, tracked = module.running_mean, module.running_var, module.num_batches_tracked
+    assert running_mean is not None and running_var is not None and tracked is not None
+    tracked.add_(1)
+    momentum = 1.0 / float(tracked) if module.momentum is None else module.momentum
     total = sum(part.count for part in parts)
-    mean = sum(part.mean.double() * part.count for part in parts) / total
-    squares = sum(
-        part.variance.double() * (part.count - 1) + part.count * (part.mean.double() - mean) ** 2 for part in parts
-    )
+    mean = torch.stack([part.mean.double() * part.count for part in parts]).sum(0) / total
+    squares = torch.stack(
+        [part.variance.double() * (part.count - 1) + part.count * (part.mean.double() - mean) ** 2 for part in parts]
+    ).sum(0)
     variance = squares / max(total - 1, 1)
     running_mean.mul_(1 - momentum).add_(mean.to(running_mean.dtype), alpha=momentum)
     running_var.mul_(1 - momentum).add_(variance.to(running_var.dtype), alpha=momentum)

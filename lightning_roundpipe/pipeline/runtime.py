@@ -11,8 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 import torch
@@ -170,6 +171,8 @@ class Batch:
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.stage_device: dict[int, int] = {}
         self.stage_kind: dict[int, Kind] = {}
+        self.used_outside: set[int] = set()
+        """Parameters, by id, that the code between layers used."""
         self.attribute_base: dict[tuple[nn.Module, str], Any] = {}
         self.attribute_holder: Microbatch | None = None
         self._forwards_left = self.microbatches
@@ -270,6 +273,7 @@ class Pipeline(CallOwner):
         scale: Callable[[], float],
         *,
         deferred: bool = False,
+        values_changed: bool = False,
     ) -> Batch:
         """Runs the forward of a batch, and starts its backward. Returns when all losses are known.
 
@@ -278,6 +282,7 @@ class Pipeline(CallOwner):
             weights: The weight of each microbatch's loss in the batch's loss.
             scale: Factor of the batch's loss; asked for when the first backward begins.
             deferred: Whether the backward waits for :meth:`Batch.release`.
+            values_changed: Whether user code may have changed parameters since the last batch. No step may be pending.
 
         Raises:
             BaseException: Whatever was raised in a microbatch, with a note that says where.
@@ -289,7 +294,7 @@ class Pipeline(CallOwner):
                 f" {', '.join(layer.name for layer in self.layers if not layer.is_current())}."
                 " Change them before fit, or call fit again after the change."
             )
-        self.store.refresh()
+        self.store.refresh(values=values_changed)
         plan = self._plan_for(deferred)
         batch = Batch(
             self,
@@ -315,9 +320,9 @@ class Pipeline(CallOwner):
         try:
             for index, step in enumerate(steps):
                 context = contextvars.copy_context()
-                self._threads[index].submit(lambda i=index, s=step, c=context: c.run(self._run_microbatch, batch, i, s))
+                self._threads[index].submit(partial(context.run, self._run_microbatch, batch, index, step))
             self.until(batch.wait_forward)
-            if batch.warm_up and not deferred or self._draws_on_the_host():
+            if (batch.warm_up and not deferred) or self._draws_on_the_host():
                 self.until(batch.wait_all)
         finally:
             self.interception.remove()
@@ -400,12 +405,27 @@ class Pipeline(CallOwner):
         if batch.plan is None:
             for layer in self.layers:
                 self.store.add_to_layer(layer, layer.traits.foreign)
+            self.store.travel_in_half(self._half_parameters(batch))
         if batch.plan is None or merged != batch.plan.calls or batch.number == 1:
             self.plan = self._make_plan(merged, fused=True)
         if batch.plan is None:
             # Whatever happens for the first time is slow: only what comes now is measured.
             self.forward_costs = [Costs() for _ in self.layers]
             self.backward_costs = [Costs() for _ in self.layers]
+
+    def _half_parameters(self, batch: Batch) -> dict[nn.Parameter, torch.dtype]:
+        """Parameters that every layer holding them takes in half precision, and that nothing else used."""
+        used_outside = batch.used_outside.union(*(map(id, layer.traits.foreign) for layer in self.layers))
+        votes: dict[nn.Parameter, set[torch.dtype | None]] = {}
+        for layer in self.layers:
+            half = layer.traits.half or {}
+            for index, parameter in enumerate(layer.parameters):
+                votes.setdefault(parameter, set()).add(half.get(index))
+        return {
+            parameter: dtype
+            for parameter, (dtype, *others) in votes.items()
+            if dtype is not None and not others and id(parameter) not in used_outside
+        }
 
     def _line_up(self, batch: Batch) -> None:
         number = batch.number
@@ -418,12 +438,10 @@ class Pipeline(CallOwner):
             lines[0] = [(number, action) for action in actions]
             self.turnstiles.extend(lines)
             return
-        schedule = roundpipe(
-            batch.plan.partition, batch.microbatches, len(self.devices), self._next_device
-        )
+        schedule = roundpipe(batch.plan.partition, batch.microbatches, len(self.devices), self._next_device)
         self._next_device = (schedule.last_device + 1) % len(self.devices)
-        for device, actions in enumerate(schedule.devices):
-            for action in actions:
+        for device, line in enumerate(schedule.devices):
+            for action in line:
                 batch.stage_device[action.stage] = device
                 batch.stage_kind[action.stage] = action.kind
         self.turnstiles.extend([[(number, action) for action in actions] for actions in schedule.devices])
@@ -462,7 +480,6 @@ class Pipeline(CallOwner):
             microbatch.calls = []
             microbatch.stand_ins = {}
             microbatch.mode = None
-
 
     def _forward(self, microbatch: Microbatch, step: Step) -> Tensor | None:
         batch = microbatch.batch
@@ -559,7 +576,7 @@ class Pipeline(CallOwner):
         if many:
             call.seed = derive_seed(self.seed, batch.seed_step, microbatch.index, number)
             seed_all(call.seed)
-            started = RandomState.capture() if watch else None
+            started = RandomState.capture()
         else:
             started = before
         run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
@@ -572,9 +589,7 @@ class Pipeline(CallOwner):
         self._release_baton(microbatch)
         return run
 
-    def call_backward(
-        self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool
-    ) -> list[Tensor | None]:
+    def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
         """The backward of one layer call; runs when autograd comes to its node."""
         microbatch: Microbatch = _running.microbatch
         batch = microbatch.batch
@@ -707,8 +722,8 @@ class Pipeline(CallOwner):
         if self._left_random_state is not None and not torch.equal(now, self._left_random_state):
             raise RuntimeError(
                 "A layer drew random numbers on the CPU that it did not draw in the first batch, so they cannot be"
-                " repeated in the recompute. It is one of those running at this moment. Let it draw from the first batch"
-                " on, or train with RoundPipeStrategy(microbatches=1)."
+                " repeated in the recompute. It is one of those running at this moment. Let it draw from the first"
+                " batch on, or train with RoundPipeStrategy(microbatches=1)."
             )
         if microbatch.random_state is not None:
             microbatch.random_state.restore()
@@ -760,8 +775,9 @@ class Pipeline(CallOwner):
             return present[1]
         version = microbatch.batch.version
         self.store.wait((self.store.unit_of(parameter),), version)
-        leaf = self.store.leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
+        leaf = self.store.full_precision_leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
+        microbatch.batch.used_outside.add(id(parameter))
         return leaf
 
     def _count_calls(self, microbatch: Microbatch) -> None:

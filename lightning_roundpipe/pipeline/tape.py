@@ -5,7 +5,7 @@ of the calls, with skip connections, shared layers, hooks and several backward p
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Built, Structure
+from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
 
@@ -98,6 +99,7 @@ class Call:
         self.leaf_count = 0
         self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
+        self._half: dict[int, torch.dtype] | None = None
         self._saved: list[Any] = []
         self._buffers: list[dict[str, Tensor | None]] | None = None
         self._buffer_versions: list[tuple[int, int]] = []
@@ -111,7 +113,9 @@ class Call:
         layer, traits = self.layer, self.layer.traits
         leaves = self.arguments.leaves
         if mode != Mode.PLAIN:
-            self.gradient_inputs = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            self.gradient_inputs = [
+                i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
+            ]
         self._save_inputs(device, leaves, mode)
         if layer.has_buffers and mode == Mode.DROP:
             taken, reading = layer.norms(training=True), layer.norms(training=False)
@@ -120,11 +124,18 @@ class Call:
             if self.record or traits.writes_buffers or (self.merge_norm_statistics and reading):
                 self._buffers = layer.copy_buffers()
             versions = layer.buffer_versions(self._norms_aside)
+        half = self.autocast.half_type(device.torch_device.type)
+        watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         replica = layer.borrow()
         try:
-            run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
+            with watch or nullcontext():
+                run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
         finally:
             layer.give_back(replica)
+        if watch is not None and half is not None:
+            self._half = dict.fromkeys(watch.cast_once(), half)
+            if mode != Mode.DROP:  # no recompute that could confirm it
+                self._note_half({})
         if layer.has_buffers and mode == Mode.DROP:
             self._buffer_versions = layer.buffer_versions(self._norms_aside)
             if versions != self._buffer_versions and not traits.writes_buffers:
@@ -246,7 +257,7 @@ class Call:
             return [None] * len(run.edges), []
         with device.running():
             found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
-        inputs = list(found[: len(run.edges)])
+        inputs: list[Tensor | None] = list(found[: len(run.edges)])
         return inputs, [(m, g) for m, g in zip(masters, found[len(run.edges) :], strict=True) if g is not None]
 
     def _run_again(self, device: Device) -> Run:
@@ -261,6 +272,8 @@ class Call:
                 self._found_buffer_write()
         elif self.record and layer.buffer_versions(self._norms_aside) != self._buffer_versions:
             layer.traits.writes_buffers = True
+        if self._half is not None:
+            self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
         replica = layer.borrow()
         try:
             run = self._execute(replica, device, self._saved, buffers, Mode.KEEP, first=False)
@@ -276,6 +289,31 @@ class Call:
                 raise RecomputeError(self._mismatch("the values differ"))
         return run
 
+    def _same_in_half(self, device: Device, buffers: list[dict[str, Tensor | None]]) -> bool:
+        """Warm-up: whether the layer gives the very same bits with those parameters in half precision."""
+        assert self._half is not None and self.fingerprints is not None
+        full = self.parameters
+        leaves = [device.keep_input(leaf, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in self._saved]
+        scratch = [{key: None if b is None else b.clone() for key, b in items.items()} for items in buffers]
+        replica = self.layer.borrow()
+        try:
+            self.parameters = [
+                nn.Parameter(p.detach().to(self._half[i]), requires_grad=p.requires_grad) if i in self._half else p
+                for i, p in enumerate(full)
+            ]
+            run = self._execute(replica, device, leaves, scratch, Mode.DROP, first=False)
+        finally:
+            self.parameters = full
+            self.layer.give_back(replica)
+        found = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
+        return [f.bits for f in found] == [f.bits for f in self.fingerprints]
+
+    def _note_half(self, half: dict[int, torch.dtype]) -> None:
+        """What every call of the layer allows may travel in half precision."""
+        traits = self.layer.traits
+        before = half if traits.half is None else traits.half
+        traits.half = {i: dtype for i, dtype in before.items() if half.get(i) == dtype}
+
     def _mismatch(self, what: str) -> str:
         return (
             f"{self.label}: run again for the backward pass with the same arguments, the layer did not return the same:"
@@ -288,9 +326,9 @@ class Call:
         known = {id(leaf) for leaf in self.parameters}
         for tensor in _graph_leaves(outputs):
             traits = self.layer.traits
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in known:
-                if all(tensor is not other for other in traits.foreign):
-                    traits.foreign.append(tensor)
+            new = isinstance(tensor, nn.Parameter) and id(tensor) not in known
+            if new and all(tensor is not other for other in traits.foreign):
+                traits.foreign.append(tensor)
 
     # -- both ------------------------------------------------------------------------------------------------------
 
@@ -346,9 +384,7 @@ class Call:
 class CallOwner:
     """What a call node asks in the backward pass. Implemented by the runtime."""
 
-    def call_backward(
-        self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool
-    ) -> list[Tensor | None]:
+    def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
         raise NotImplementedError
 
 
@@ -360,7 +396,7 @@ class _CallNode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, call: Call, owner: CallOwner, outputs: list[Tensor], token: Tensor, *inputs: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.call = call
@@ -370,7 +406,7 @@ class _CallNode(torch.autograd.Function):
         return tuple(output.detach() for output in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 f"{ctx.call.label}: create_graph=True (second derivatives) is not supported through layers of the"
@@ -386,11 +422,11 @@ class _Enter(torch.autograd.Function):
     """Inputs as they would come from the code before the layer: no leaves, so that they may be changed in place."""
 
     @staticmethod
-    def forward(ctx: Any, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
         return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *gradients)
 
 
@@ -411,12 +447,14 @@ class _AutocastState:
     __slots__ = ("_contexts", "_settings")
 
     def __init__(self) -> None:
-        self._settings = [
-            (kind, torch.get_autocast_dtype(kind))
-            for kind in ("cpu", torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else None)
-            if kind is not None and torch.is_autocast_enabled(kind)
-        ]
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+        self._settings = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
         self._contexts: list[ExitStack] = []
+
+    def half_type(self, kind: str) -> torch.dtype | None:
+        """What autocast casts to on devices of a kind, if it is on."""
+        return dict(self._settings).get(kind)
 
     def __enter__(self) -> None:
         stack = ExitStack()
@@ -485,4 +523,3 @@ def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
             leaves.append(variable)
         stack += [child for child, _ in node.next_functions if child is not None]
     return leaves
-

@@ -127,8 +127,8 @@ class Turnstiles:
 class Baton:
     """Held by whoever runs user code between layer calls; handed on first come, first served.
 
-    The place in the queue is taken by :meth:`request`, which a thread calls *before* it leaves a turnstile: microbatches
-    that pass a stage in order thus also run the code after it in order.
+    The place in the queue is taken by :meth:`request`, which a thread calls *before* it leaves a turnstile:
+    microbatches that pass a stage in order thus also run the code after it in order.
     """
 
     def __init__(self, monitor: Monitor) -> None:

@@ -1,7 +1,7 @@
 """The RoundPipe schedule: stages are dealt to the devices round-robin, bound to none of them."""
 
 from lightning_roundpipe.schedules.partition import Partition
-from lightning_roundpipe.schedules.schedule import Action, Schedule
+from lightning_roundpipe.schedules.schedule import Action, Kind, Schedule
 
 
 def roundpipe(partition: Partition, microbatches: int, devices: int, first_device: int = 0) -> Schedule:
@@ -21,6 +21,7 @@ def roundpipe(partition: Partition, microbatches: int, devices: int, first_devic
     """
     actions: list[list[Action]] = [[] for _ in range(devices)]
     for stage in range(partition.stage_count()):
+        kind: Kind
         if stage < len(partition.forward):
             kind = "F"
         elif stage == len(partition.forward) and partition.fused:

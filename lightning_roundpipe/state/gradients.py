@@ -25,14 +25,12 @@ class _Sum:
 
     def add(self, index: int, gradient: Tensor) -> None:
         parameter = self.unit.parameters[index]
-        if gradient.dtype != parameter.dtype:
-            gradient = gradient.to(parameter.dtype)
         buffer = self.buffers[index]
         if self.filled[index]:
             assert buffer is not None
             self.buffers[index] = buffer + gradient if buffer.is_sparse else buffer.add_(gradient)
         elif gradient.is_sparse:
-            self.buffers[index] = gradient
+            self.buffers[index] = gradient.to(parameter.dtype)
         else:
             if buffer is None or buffer.is_sparse or buffer.shape != gradient.shape:
                 buffer = self.buffers[index] = torch.empty_like(parameter, requires_grad=False)
@@ -96,7 +94,8 @@ class BatchGradients:
         unit, index = self._gradients.position[id(parameter)]
         parts = self._parts[unit].setdefault(microbatch, {})
         present = parts.get(index)
-        parts[index] = gradient if present is None else present + gradient
+        # Half-precision gradients are summed in the master's precision, as autocast's backward does.
+        parts[index] = gradient if present is None else present.to(parameter.dtype) + gradient
 
     def finish(self, microbatch: int, unit: Unit) -> None:
         """Tells that the microbatch has nothing more to add to the unit."""
@@ -130,7 +129,9 @@ class BatchGradients:
     def _fold(self, sum_: _Sum, parts: dict[int, Tensor]) -> None:
         with torch.no_grad():
             for index, gradient in parts.items():
-                for hook in (sum_.unit.parameters[index]._backward_hooks or {}).values():
+                parameter = sum_.unit.parameters[index]
+                for hook in (parameter._backward_hooks or {}).values():
+                    gradient = gradient.to(parameter.dtype)
                     changed = hook(gradient)
                     gradient = gradient if changed is None else changed
                 sum_.add(index, gradient)

@@ -5,7 +5,8 @@ staleness 0 a batch computes with the newest version; with staleness 1 with the 
 """
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,10 @@ class Unit:
         self.changed = condition
 
 
+def _has_reached(unit: Unit, version: int) -> bool:
+    return unit.done >= version
+
+
 class ParameterStore:
     """The module's own parameters (masters), and for each the tensors that layers compute with.
 
@@ -48,7 +53,7 @@ class ParameterStore:
         self._make_units(root, layers)
         self._layer_units = [self._units_of(layer.parameters) for layer in layers]
         self._leaves: list[dict[int, nn.Parameter]] = [{} for _ in range(staleness + 1)]
-        self._seen_version: dict[int, int] = {}
+        self._half: dict[int, torch.dtype] = {}
         for version in range(staleness + 1):
             for parameter in self.parameters():
                 self._leaves[version][id(parameter)] = self._make_leaf(parameter)
@@ -75,7 +80,39 @@ class ParameterStore:
 
     def _make_leaf(self, parameter: nn.Parameter) -> nn.Parameter:
         data = parameter.detach()
-        return nn.Parameter(data.clone() if self.staleness else data, requires_grad=parameter.requires_grad)
+        if (half := self._half.get(id(parameter))) is not None:
+            data = data.to(half)
+        elif self.staleness:
+            data = data.clone()
+        return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+    def _is_copy(self, parameter: nn.Parameter) -> bool:
+        """Whether layers compute with a copy of the parameter instead of its own memory."""
+        return self.staleness == 1 or id(parameter) in self._half
+
+    def travel_in_half(self, half: Mapping[nn.Parameter, torch.dtype]) -> None:
+        """From now on layers compute with half-precision copies of these parameters. Called between batches."""
+        for parameter, dtype in half.items():
+            self._half[id(parameter)] = dtype
+            for leaves in self._leaves:
+                leaf = leaves[id(parameter)]
+                leaves[id(parameter)] = nn.Parameter(leaf.detach().to(dtype), requires_grad=leaf.requires_grad)
+
+    def full_precision_leaf(self, parameter: nn.Parameter, version: int) -> Tensor:
+        """What code outside layers computes with.
+
+        Raises:
+            RuntimeError: With staleness 1, for a parameter of which only a half-precision copy of that version exists.
+        """
+        if id(parameter) not in self._half:
+            return self.leaf(parameter, version)
+        if self.staleness:
+            raise RuntimeError(
+                f"The parameter {self._names[id(parameter)]!r} is used outside its layer, which it was not in the first"
+                " batch. With staleness 1 and mixed precision there is only a half-precision copy of its value. Use it"
+                " from the first batch on, or strategy='roundpipe' (staleness 0)."
+            )
+        return parameter
 
     def parameters(self) -> Iterable[nn.Parameter]:
         for unit in self.units:
@@ -128,30 +165,38 @@ class ParameterStore:
         for unit in units:
             if unit.done < version:  # reading an int needs no lock, and it only grows
                 with self._monitor.lock:
-                    self._monitor.wait_for(unit.changed, lambda unit=unit: unit.done >= version)
+                    self._monitor.wait_for(unit.changed, partial(_has_reached, unit, version))
 
     def publish(self, unit: Unit) -> None:
         """Makes the unit's masters, after a step, the newest version."""
         version = unit.done + 1
-        if self.staleness:
-            with torch.no_grad():
-                for parameter in unit.parameters:
-                    self._leaves[version % 2][id(parameter)].copy_(parameter)
-                    self._seen_version[id(parameter)] = parameter._version
+        self._copy(unit, version)
         with self._monitor.lock:
             unit.done = version
             unit.changed.notify_all()
 
-    def refresh(self) -> None:
+    def _copy(self, unit: Unit, version: int) -> None:
+        with torch.no_grad():
+            for parameter in unit.parameters:
+                if self._is_copy(parameter):
+                    self.leaf(parameter, version).copy_(parameter)
+
+    def refresh(self, *, values: bool) -> None:
         """Follows what the user did to the parameters since the last batch: new data, another ``requires_grad``.
 
         Runs on the main thread between batches. Batches in flight keep the leaves that they started with.
+
+        Args:
+            values: Whether user code may have changed values, too. Only when no step is pending.
         """
+        if values:
+            for unit in self.units:
+                self._copy(unit, unit.done)
         for leaves in self._leaves:
             for parameter in self.parameters():
                 leaf = leaves[id(parameter)]
-                moved = not self.staleness and leaf.data_ptr() != parameter.data_ptr()
-                if moved or leaf.shape != parameter.shape or leaf.dtype != parameter.dtype:
+                moved = not self._is_copy(parameter) and leaf.data_ptr() != parameter.data_ptr()
+                if moved or leaf.shape != parameter.shape:
                     leaves[id(parameter)] = self._make_leaf(parameter)
                 elif leaf.requires_grad != parameter.requires_grad:
                     leaves[id(parameter)] = nn.Parameter(leaf.detach(), requires_grad=parameter.requires_grad)

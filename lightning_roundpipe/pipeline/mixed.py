@@ -1,0 +1,55 @@
+"""Mixed precision: which parameters may travel to the devices in half precision.
+
+Those of which autocast makes a half-precision copy at their only use anyway. All others (norms, embeddings, whatever a
+layer uses in full precision) travel as they are.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CastWatch(TorchDispatchMode):
+    """Watches what happens to some tensors while a layer runs under autocast.
+
+    Args:
+        tensors: What to watch.
+        dtype: Autocast's half-precision type.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+        super().__init__()
+        self._index = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self._dtype = dtype
+        self._casts = [0] * len(tensors)
+        self._other: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        is_cast = func is torch.ops.aten._to_copy.default and kwargs.get("dtype") == self._dtype
+        for item in _flat((*args, *kwargs.values())):
+            index = self._index.get(id(item))
+            if index is None:
+                continue
+            if is_cast:
+                self._casts[index] += 1
+            else:
+                self._other.add(index)
+        return func(*args, **kwargs)
+
+    def cast_once(self) -> set[int]:
+        """The tensors that were cast once and not used in any other way."""
+        return {i for i, casts in enumerate(self._casts) if casts == 1 and i not in self._other}
+
+
+def _flat(items: Iterable[Any]) -> Iterable[Any]:
+    for item in items:
+        if isinstance(item, (list, tuple)):
+            yield from _flat(item)
+        else:
+            yield item
