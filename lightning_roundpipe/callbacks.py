@@ -22,7 +22,7 @@ _HOOKS_BETWEEN_BATCHES = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward",
     "on_before_optimizer_step",
 )  # fmt: skip
-_MODULE_HOOKS = (*_HOOKS_BETWEEN_BATCHES, "optimizer_step", "configure_gradient_clipping")
+_MODULE_HOOKS = (*_HOOKS_BETWEEN_BATCHES, "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
 def hooks_that_look(trainer: "pl.Trainer") -> list[str]:

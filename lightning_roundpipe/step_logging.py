@@ -24,12 +24,13 @@ class StepLogging:
         sizes: Number of samples in each microbatch.
     """
 
-    def __init__(self, module: pl.LightningModule, sizes: Sequence[int], fresh_metrics: dict[Metric, Metric]) -> None:
+    def __init__(self, module: pl.LightningModule, sizes: Sequence[int], fresh_metrics: dict[int, Metric]) -> None:
         self._module = module
         self._sizes = sizes
         self._fresh_metrics = fresh_metrics
         self._logs: list[list[dict[str, Any]]] = [[] for _ in sizes]
-        self._updates: dict[Metric, list[list[tuple[Any, Any]]]] = {}
+        # By id: a metric's hash follows its state.
+        self._updates: dict[int, list[list[tuple[Any, Any]]]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -69,7 +70,7 @@ class StepLogging:
 
     def _forward_of(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
         def recording_forward(*args: Any, **kwargs: Any) -> Any:
-            updates = self._updates.setdefault(metric, [[] for _ in self._sizes])
+            updates = self._updates.setdefault(id(metric), [[] for _ in self._sizes])
             updates[current_microbatch.get()].append((args, kwargs))
             return forward(*args, **kwargs)
 
@@ -89,12 +90,12 @@ class StepLogging:
 
     def _put_batch_value(self, metric: Metric) -> None:
         """The metric's step value becomes that of the whole batch instead of the last microbatch."""
-        updates = self._updates.get(metric)
+        updates = self._updates.get(id(metric))
         if updates is None:
             return
-        fresh = self._fresh_metrics.get(metric)
+        fresh = self._fresh_metrics.get(id(metric))
         if fresh is None:
-            fresh = self._fresh_metrics[metric] = metric.clone()
+            fresh = self._fresh_metrics[id(metric)] = metric.clone()
         fresh.reset()
         for microbatch in updates:
             for args, kwargs in microbatch:

@@ -12,6 +12,7 @@ from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -109,7 +111,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """Whether there are gradients of batches after the last optimizer step."""
         self._waiting: WaitForPipeline | None = None
         self._restored: dict[str, Any] | None = None
-        self._fresh_metrics: dict[Metric, Metric] = {}
+        self._fresh_metrics: dict[int, Metric] = {}
         self._threads_before: int | None = None
         self._started = 0.0
         self._report: PipelineReport | None = None
@@ -124,6 +126,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else with_background_step(plugin)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self._trainer is not None:  # before the profiler starts
+            _let_profiler_see_threads(self._trainer)
 
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
@@ -277,7 +284,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 [step_of(index, piece) for index, piece in enumerate(pieces)],
                 weights,
                 lambda: scale * self._loss_scale(),
-                deferred=is_overridden("backward", module),
+                deferred=self._waits_for_backward(module),
                 values_changed=self._may_have_changed(),
             )
             if process_wide:  # the recompute must see the same default dtype
@@ -286,6 +293,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             logging.replay()
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
+    def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
+        """Whether the user's own code has a say in what happens before the backward."""
+        return is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module)
+
     def _may_have_changed(self) -> bool:
         """Whether the user's code may have changed parameters since the last batch; if so, no step is pending."""
         settled, self._settled = self._settled, False
@@ -293,6 +304,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def _begin_window(self, pipeline: Pipeline, trainer: "pl.Trainer") -> None:
         """Where Lightning will zero the gradients, those of batches that no step has used are dropped."""
+        if is_overridden("optimizer_zero_grad", trainer.lightning_module):
+            return
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         if first and self._gradients_unused:
             pipeline.wait_backward()
@@ -334,6 +347,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """Called when autograd comes to the batch's loss."""
         given = float(gradient)
         if batch.deferred:
+            if is_overridden("optimizer_zero_grad", self.lightning_module):
+                self._adopt_gradients()
             batch.release(given)
             return
         expected = scale * self._loss_scale()
@@ -369,6 +384,16 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 parameter.grad = gradient
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                     hook(parameter)
+
+    def _adopt_gradients(self) -> None:
+        """The user zeroes gradients (or does not) in their own way: what is in ``.grad`` now is added to."""
+        pipeline = self._pipeline
+        assert pipeline is not None
+        for unit in pipeline.store.units:
+            pipeline.gradients.hand_over(unit)
+            for parameter in unit.parameters:
+                if parameter.grad is not None:
+                    pipeline.gradients.adopt(parameter, parameter.grad)
 
     def submit_step(
         self, optimizer: Optimizer, before_step: BeforeStep, after_step: Callable[[], None] | None = None
@@ -501,3 +526,10 @@ def _loss_of(output: Any) -> Tensor | None:
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
     extras = {key: value for key, value in output.items() if key != "loss"}
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
+
+
+def _let_profiler_see_threads(trainer: "pl.Trainer") -> None:
+    """PyTorch's profiler records the thread that it was started in, unless it is told otherwise."""
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]  # set outside of its __init__
+    if isinstance(profiler, PyTorchProfiler):
+        profiler._profiler_kwargs.setdefault("experimental_config", _ExperimentalConfig(profile_all_threads=True))

@@ -188,7 +188,12 @@ def strategy(**options: Any) -> RoundPipeStrategy:
 
 
 def raised(
-    model: Lit, error: type[BaseException], devices: int, batches: Any = BATCHES, match: str | None = None, **options: Any
+    model: Lit,
+    error: type[BaseException],
+    devices: int,
+    batches: Any = BATCHES,
+    match: str | None = None,
+    **options: Any,
 ) -> BaseException:
     """Train until it fails: the exception, once no thread is left."""
     before = set(threading.enumerate())
@@ -438,6 +443,30 @@ def test_a_field_of_another_length_goes_to_every_microbatch() -> None:
     trainer_for(strategy(), devices=2).fit(model, Batches(batches))
     trainer_for().fit(plain, Batches(batches))
     assert_alike(weights(model), weights(plain))
+
+
+# --- a layer that does not compute the same again
+
+
+class Unrepeatable(nn.Linear):
+    """Counts its calls where no one can see it."""
+
+    calls = iter(range(10**9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + next(Unrepeatable.calls) % 7)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_first_batch_finds_a_layer_that_cannot_be_recomputed(devices: int) -> None:
+    """Never silently wrong: the error names the layer and a remedy, before any weight has changed."""
+    model = build(InTrainingStep)
+    mend(model)
+    model.net = nn.Sequential(nn.Linear(6, 8), Unrepeatable(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    start = weights(model)
+    error = raised(model, RuntimeError, devices)
+    assert "net.1" in str(error) and "layers=" in str(error)
+    assert_equal(weights(model), start)
 
 
 # --- timing

@@ -27,11 +27,12 @@ from helpers import (
     trainer_for,
     weights,
 )
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from models import GPT, MLP, SGD, Lit, batches_of, vectors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from tqdm import tqdm
 
 TRAIN = batches_of(vectors, 6, 8)
 VAL = batches_of(vectors, 3, 8, seed=2)
@@ -156,6 +157,14 @@ def test_early_stopping() -> None:
     ours, plain = both(make, val_batches=VAL, max_epochs=12, callbacks=lambda: [EarlyStopping("val_loss", patience=2)])
     assert plain.current_epoch < 12
     assert noted(ours, EarlyStopping).stopped_epoch == noted(plain, EarlyStopping).stopped_epoch
+
+
+@pytest.mark.parametrize("bar", [TQDMProgressBar, RichProgressBar])
+def test_progress_bar(bar: type[L.Callback], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tqdm, "monitor_interval", 0)  # tqdm's own thread never ends
+    run = {"enable_progress_bar": True, "val_batches": VAL, "max_epochs": 2, "num_sanity_val_steps": 1}
+    both(callbacks=lambda: [bar()], **run)
+    assert "6/6" in capsys.readouterr().out
 
 
 # --- schedulers

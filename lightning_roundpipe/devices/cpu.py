@@ -8,6 +8,8 @@ from torch import Tensor
 
 from lightning_roundpipe.devices.base import Device
 
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
+
 
 class CpuDevice(Device):
     """Runs its calls on ``threads`` cores, reading the host's parameters where they lie."""
@@ -37,12 +39,12 @@ class CpuDevice(Device):
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
-    """A copy with the very same strides: kernels choose their way, and so the last bits, by them."""
-    if tensor.is_sparse or tensor.layout != torch.strided:
+    """A copy with the same strides and alignment: kernels choose their way, and so the last bits, by them."""
+    if tensor.layout != torch.strided or tensor.numel() == 0 or tensor.is_quantized:
         return tensor.clone()
-    copy = tensor.clone()
-    if copy.stride() == tensor.stride() or tensor.numel() == 0:
-        return copy
     reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = tensor.as_strided((reach,), (1,), tensor.storage_offset()).clone()
-    return flat.as_strided(tensor.shape, tensor.stride())
+    item = tensor.element_size()
+    memory = torch.empty(reach + _ALIGNMENT // item, dtype=tensor.dtype, device=tensor.device)
+    start = (tensor.data_ptr() - memory.data_ptr()) % _ALIGNMENT // item
+    memory[start : start + reach].copy_(tensor.as_strided((reach,), (1,), tensor.storage_offset()))
+    return memory.as_strided(tensor.shape, tensor.stride(), start)

@@ -56,6 +56,7 @@ class Structure:
         self.leaves: list[Any] = []
         self._nodes: list[_Node] = []
         self._seen: dict[int, _Node] = {}
+        self._tensors: dict[int, _Leaf] = {}
         self._known = known or {}
         self._root = self._take(tree)
 
@@ -82,8 +83,15 @@ class Structure:
         return node
 
     def _leaf(self, item: Any) -> _Leaf:
+        if isinstance(item, Tensor):  # one tensor in several places stays one tensor
+            known = self._tensors.get(id(item))
+            if known is not None:
+                return known
+        leaf = _Leaf(len(self.leaves))
         self.leaves.append(item)
-        return _Leaf(len(self.leaves) - 1)
+        if isinstance(item, Tensor):
+            self._tensors[id(item)] = leaf
+        return leaf
 
     def build(self, leaves: Sequence[Any]) -> tuple[Any, "Built"]:
         """Puts the tree together with other leaves. Returns it and the containers that were made for it."""

@@ -26,6 +26,8 @@ class AttributeState:
     dicts: list[dict[str, Any]]
     special: list[tuple[int, str]]
     """Attributes that refer to the layer's own modules or parameters: (module index, name)."""
+    inputs: list[tuple[int, str]]
+    """Attributes that are tensors with a gradient: as good as arguments of the call."""
 
 
 @dataclass(slots=True)
@@ -38,6 +40,9 @@ class Traits:
     """Leaves of the arguments that are changed in place, by the layer or later: the recompute needs copies."""
     writes_buffers: bool = False
     """Writes its buffers: the recompute needs them as they were before the call."""
+    buffer_versions: list[tuple[int, int]] | None = None
+    """First batch: the buffers' versions after the last call. Whoever changes them before the next one, a recompute
+    that comes later needs copies."""
     half: dict[int, torch.dtype] | None = None
     """Parameters, by index, that may travel in half precision. None before the layer has run under autocast."""
     foreign: list[Tensor] = field(default_factory=list)
@@ -101,7 +106,13 @@ class Layer:
             for key, value in attributes.items()
             if key not in _TENSOR_DICTS and self._refers_inside(value, set())
         ]
-        self._state = AttributeState(dicts, special)
+        inputs = [
+            (i, key)
+            for i, attributes in enumerate(dicts)
+            for key, value in attributes.items()
+            if isinstance(value, Tensor) and value.requires_grad and id(value) not in self._parameter_index
+        ]
+        self._state = AttributeState(dicts, special, inputs)
         return self._state
 
     def buffers(self) -> list[dict[str, Tensor | None]]:
@@ -206,6 +217,7 @@ class Replica:
     def load(
         self,
         state: AttributeState,
+        inputs: Sequence[Tensor],
         parameters: Sequence[Tensor],
         buffers: list[dict[str, Tensor | None]],
         *,
@@ -216,6 +228,7 @@ class Replica:
 
         Args:
             state: The modules' attributes.
+            inputs: What stands for the attributes that are inputs.
             parameters: One tensor per parameter of the layer.
             buffers: The buffer dict of each module. What the call assigns or writes goes there.
             merge_norm_statistics: Take BatchNorm's statistics aside instead of updating its running statistics.
@@ -237,6 +250,8 @@ class Replica:
             if i > 0 and new["_forward_hooks"]:
                 self._defer_hooks(i, new)
             object.__setattr__(shell, "__dict__", new)
+        for (i, key), tensor in zip(state.inputs, inputs, strict=True):
+            self.shells[i].__dict__[key] = tensor
         for i, key in state.special:
             self.shells[i].__dict__[key] = self._inside(self.shells[i].__dict__[key], parameters)
         if layer.intercept is not None and self.shells[0].__dict__.get("forward") is layer.intercept:

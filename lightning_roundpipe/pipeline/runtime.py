@@ -486,7 +486,7 @@ class Pipeline(CallOwner):
         mode = microbatch.mode = OutsideParameters(
             self.store.owns,
             lambda parameter: self._stand_in(microbatch, parameter),
-            lambda parameter: self.store.wait((self.store.unit_of(parameter),), self.store.enqueued),
+            lambda parameter: self._settle(microbatch, parameter, self.store.enqueued),
         )
         self._take_baton(microbatch)
         try:
@@ -521,7 +521,9 @@ class Pipeline(CallOwner):
     def _call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One layer call of the user's step."""
         batch, store = microbatch.batch, self.store
-        arguments = Structure((args, kwargs))
+        state = layer.attributes()
+        attributes = [state.dicts[i][key] for i, key in state.inputs]
+        arguments = Structure((args, kwargs, attributes))
         mode = microbatch.mode
         assert mode is not None
         arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
@@ -532,7 +534,7 @@ class Pipeline(CallOwner):
             or bool(layer.traits.foreign)
         )
         leaves = store.layer_leaves(layer, batch.version)
-        call = Call(layer, f"layer {layer.name!r}", arguments, layer.attributes(), leaves, record=batch.warm_up)
+        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.warm_up)
         call.merge_norm_statistics = batch.microbatches > 1
         number = len(microbatch.calls)
         microbatch.calls.append(call)
@@ -774,18 +776,25 @@ class Pipeline(CallOwner):
         if present is not None:
             return present[1]
         version = microbatch.batch.version
-        self.store.wait((self.store.unit_of(parameter),), version)
+        self._settle(microbatch, parameter, version)
         leaf = self.store.full_precision_leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
+        leaf.is_stand_in = True  # type: ignore[attr-defined]  # so that a layer's graph shows where it leads
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
         microbatch.batch.used_outside.add(id(parameter))
         return leaf
+
+    def _settle(self, microbatch: Microbatch, parameter: nn.Parameter, version: int) -> None:
+        """Waits for a parameter that the code between layers uses. Not with the baton: the step may depend on it."""
+        unit = self.store.unit_of(parameter)
+        if unit.done < version:
+            self._release_baton(microbatch)
+            self.store.wait((unit,), version)
+            self._take_baton(microbatch)
 
     def _count_calls(self, microbatch: Microbatch) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
         microbatch.units_left = set(units)
-        if microbatch.batch.warm_up:
-            return
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
         left = microbatch.calls_left
         for call in microbatch.calls:

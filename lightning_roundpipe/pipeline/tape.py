@@ -120,6 +120,8 @@ class Call:
         if layer.has_buffers and mode == Mode.DROP:
             taken, reading = layer.norms(training=True), layer.norms(training=False)
             self._norms_aside = taken if self.merge_norm_statistics else frozenset()
+            changed_since = layer.traits.buffer_versions not in (None, layer.buffer_versions())
+            traits.writes_buffers |= self.record and changed_since
             # Statistics that are read here may be updated by another call of the same BatchNorm before the recompute.
             if self.record or traits.writes_buffers or (self.merge_norm_statistics and reading):
                 self._buffers = layer.copy_buffers()
@@ -138,6 +140,7 @@ class Call:
                 self._note_half({})
         if layer.has_buffers and mode == Mode.DROP:
             self._buffer_versions = layer.buffer_versions(self._norms_aside)
+            traits.buffer_versions = layer.buffer_versions() if self.record else None
             if versions != self._buffer_versions and not traits.writes_buffers:
                 self._found_buffer_write()
         self._check_inputs_after_run()
@@ -157,21 +160,13 @@ class Call:
     def link(self, run: Run, owner: "CallOwner", token: Tensor) -> Escaped:
         """Makes the outputs of a run part of the caller's autograd graph."""
         leaves = run.leaves
-        first: dict[int, int] = {}
-        self.differentiable = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and leaf.requires_grad and first.setdefault(id(leaf), i) == i
-        ]
+        self.differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         new = list(leaves)
         if self.differentiable:
             inputs = [self.arguments.leaves[i] for i in self.gradient_inputs]
             outputs = _CallNode.apply(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
-            for i, leaf in enumerate(leaves):
-                if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    new[i] = new[first[id(leaf)]]
         self.arguments.leaves = []  # the saved inputs are all that is kept
         parts, _ = run.structure.build(new)
         if self.kept is None:
@@ -324,8 +319,15 @@ class Call:
 
     def _find_foreign_parameters(self, outputs: Sequence[Tensor]) -> None:
         known = {id(leaf) for leaf in self.parameters}
-        for tensor in _graph_leaves(outputs):
-            traits = self.layer.traits
+        leaves, calls = _graph_leaves(outputs)
+        if calls or any(getattr(leaf, "is_stand_in", False) for leaf in leaves):
+            raise RecomputeError(
+                f"{self.label}: the layer uses a tensor computed outside it that is none of its arguments, so the"
+                " gradient of that tensor would be lost. Pass it as an argument, or keep the layer out of the pipeline with"
+                " RoundPipeStrategy(layers=...)."
+            )
+        traits = self.layer.traits
+        for tensor in leaves:
             new = isinstance(tensor, nn.Parameter) and id(tensor) not in known
             if new and all(tensor is not other for other in traits.foreign):
                 traits.foreign.append(tensor)
@@ -342,13 +344,6 @@ class Call:
         *,
         first: bool,
     ) -> Run:
-        replica.load(
-            self.state,
-            device.upload(self.parameters),
-            buffers,
-            merge_norm_statistics=self.merge_norm_statistics,
-            own_containers=not first,
-        )
         inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         edges: list[GradientEdge] = []
         with ExitStack() as stack:
@@ -367,7 +362,15 @@ class Call:
                 stack.enter_context(_saving_nothing(self.label))
             if not first:
                 self._put_random_state()
-            (args, kwargs), built = self.arguments.build(inputs)
+            (args, kwargs, attributes), built = self.arguments.build(inputs)
+            replica.load(
+                self.state,
+                attributes,
+                device.upload(self.parameters),
+                buffers,
+                merge_norm_statistics=self.merge_norm_statistics,
+                own_containers=not first,
+            )
             output = replica.forward(*args, **kwargs)
             hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
             escaped = (output, hook_calls, replica.attribute_changes(), built.changes())
@@ -509,17 +512,20 @@ class Fingerprint:
         )
 
 
-def _graph_leaves(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The leaf tensors that the outputs' graph accumulates gradients into."""
-    leaves, seen = [], set()
+def _graph_leaves(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
+    """The leaf tensors that the outputs' graph accumulates gradients into, and the nodes of other calls in it."""
+    leaves, calls, seen = [], [], set()
     stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
     while stack:
         node = stack.pop()
         if node in seen:
             continue
         seen.add(node)
+        if node.name() == "_CallNodeBackward":
+            calls.append(node)
+            continue
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.append(variable)
         stack += [child for child, _ in node.next_functions if child is not None]
-    return leaves
+    return leaves, calls

@@ -27,7 +27,7 @@ class Monitor:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
-        self._waiting: set[threading.Condition] = set()
+        self._waiting: list[threading.Condition] = []  # one entry for each thread that waits
 
     def condition(self) -> threading.Condition:
         return threading.Condition(self.lock)
@@ -38,12 +38,12 @@ class Monitor:
         Raises:
             Cancelled: When the pipeline has failed, whether or not the predicate holds.
         """
-        self._waiting.add(condition)
+        self._waiting.append(condition)
         try:
             while self.failure is None and not predicate():
                 condition.wait()
         finally:
-            self._waiting.discard(condition)
+            self._waiting.remove(condition)
         self.raise_if_failed()
 
     def raise_if_failed(self) -> None:

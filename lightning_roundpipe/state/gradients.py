@@ -66,6 +66,12 @@ class Gradients:
         filled = self.sums[unit.index].filled
         filled[:] = [False] * len(filled)
 
+    def adopt(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Goes on adding to a gradient that is there already."""
+        unit, index = self.position[id(parameter)]
+        self.sums[unit].buffers[index] = gradient
+        self.sums[unit].filled[index] = True
+
     def hand_over(self, unit: Unit) -> None:
         """Starts the unit's sums anew, leaving their memory to whoever holds it."""
         self.clear(unit)
@@ -92,6 +98,10 @@ class BatchGradients:
     def add(self, microbatch: int, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Adds one use's gradient to the microbatch's own sum. Called by the microbatch's thread only."""
         unit, index = self._gradients.position[id(parameter)]
+        if microbatch in self._finished[unit]:
+            # Only in the first batch, one microbatch after the other: a layer was found to use another's parameter.
+            self._fold(self._gradients.sums[unit], {index: gradient})
+            return
         parts = self._parts[unit].setdefault(microbatch, {})
         present = parts.get(index)
         # Half-precision gradients are summed in the master's precision, as autocast's backward does.
