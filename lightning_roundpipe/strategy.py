@@ -127,9 +127,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = None if plugin is None else with_background_step(plugin)
 
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self._trainer is not None:  # before the profiler starts
+    def connect(self, model: "pl.LightningModule") -> None:
+        super().connect(model)
+        if self._trainer is not None:  # before any hook runs, for with the first one the profiler starts
             _let_profiler_see_threads(self._trainer)
 
     def setup(self, trainer: "pl.Trainer") -> None:

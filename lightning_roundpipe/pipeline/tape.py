@@ -322,8 +322,8 @@ class Call:
         leaves, calls = _graph_leaves(outputs)
         if calls or any(getattr(leaf, "is_stand_in", False) for leaf in leaves):
             raise RecomputeError(
-                f"{self.label}: the layer uses a tensor computed outside it that is none of its arguments, so the"
-                " gradient of that tensor would be lost. Pass it as an argument, or keep the layer out of the pipeline with"
+                f"{self.label}: the layer uses a tensor made outside it that is none of its arguments, so that tensor's"
+                " gradient would be lost. Pass it as an argument, or keep the layer out of the pipeline with"
                 " RoundPipeStrategy(layers=...)."
             )
         traits = self.layer.traits

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -84,7 +85,10 @@ def weights(module: nn.Module) -> list[float]:
 
 
 class AtBatchEnd(Callback):
-    """Keeps what `read(module, outputs)` finds after each training batch; by default the loss that the trainer reports."""
+    """Keeps what `read(module, outputs)` finds after each training batch; by default the loss that the trainer reports.
+
+    Somebody who looks after each batch: steps are made by then, so none of them runs behind the next batch.
+    """
 
     def __init__(self, read: Callable[[Any, Any], Any] = lambda module, outputs: outputs["loss"].item()) -> None:
         self.read = read
@@ -92,6 +96,27 @@ class AtBatchEnd(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.seen.append(self.read(pl_module, outputs))
+
+
+class LogsLoss(Net):
+    """Logs its loss at every step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+
+class LoggedLosses(DummyLogger):
+    """Keeps the losses that are logged: seen without looking into the training, whose steps stay in the background."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        if "loss" in metrics:
+            self.seen.append(metrics["loss"])
 
 
 @dataclass(frozen=True)
@@ -118,6 +143,7 @@ class Way:
             "enable_checkpointing": False,
             "enable_progress_bar": False,
             "enable_model_summary": False,
+            "log_every_n_steps": 1,
         }
         return L.Trainer(accelerator="cpu", **self.placement(**(strategy or {})), **(defaults | options))
 

@@ -130,7 +130,7 @@ class Compiled(TwoLayers):
         self.net.compile(backend="eager")
 
 
-@in_few_ways
+@pytest.mark.parametrize("way", [PLAIN, Way(1, 2), Way(3, 2)], ids=str)
 def test_compiling_in_place_adds_no_prefix(way: Way, tmp_path: Path) -> None:
     """Names that a compiled module leaves in the checkpoint; or a compiled module that the pipeline cannot train."""
     path = tmp_path / "compiled.ckpt"

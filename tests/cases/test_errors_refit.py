@@ -38,6 +38,7 @@ from .common import (
     in_few_ways,
     lin,
     loader,
+    mean_output,
     near,
     sgd,
     weights,
@@ -74,11 +75,22 @@ class CountsExceptions(Callback):
 
 
 class Interrupted(Net):
+    """Is interrupted in the third batch, after its layers ran."""
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         if batch_idx == 2:
             raise KeyboardInterrupt
         return loss
+
+
+class InterruptedAtOnce(Net):
+    """Is interrupted in the third batch, when the step of the second may not have begun."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            raise KeyboardInterrupt
+        return super().training_step(batch, batch_idx)
 
 
 @pytest.fixture
@@ -99,11 +111,12 @@ in_every_way_and_stale = pytest.mark.parametrize("way", [PLAIN, *PIPELINES, *STA
 
 
 @pytest.mark.timeout(20)
+@pytest.mark.parametrize("interrupted", [Interrupted, InterruptedAtOnce], ids=["after the layers", "at once"])
 @in_every_way_and_stale
-def test_ctrl_c_inside_the_step(way: Way, interruptible: None) -> None:
-    """A hang, threads left alive, or half a step."""
+def test_ctrl_c_inside_the_step(way: Way, interrupted: type[Net], interruptible: None) -> None:
+    """A hang, threads left alive, half a step, or the step of a finished batch dropped."""
     threads = set(threading.enumerate())
-    module, exceptions = Interrupted(lin(1), lin(1), lin(1), optimizer=sgd(0.1)), CountsExceptions()
+    module, exceptions = interrupted(lin(1), lin(1), lin(1), optimizer=sgd(0.1)), CountsExceptions()
     with pytest.raises(SystemExit):
         fit(module, [X] * 6, way, callbacks=[exceptions])
     assert exceptions.seen == [KeyboardInterrupt]
@@ -319,9 +332,13 @@ def test_in_a_notebook(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert weights(module) == near([-10.0])
 
 
+def sum_output(module: Net, batch: Tensor) -> Tensor:
+    return module.net(batch).sum()
+
+
 class FromCommandLine(Net):
-    def __init__(self) -> None:
-        super().__init__(lin(0))
+    def __init__(self, sums: bool = False) -> None:
+        super().__init__(lin(0), loss=sum_output if sums else mean_output)
 
     def train_dataloader(self) -> DataLoader:
         return loader([X, col(7)])
@@ -338,6 +355,8 @@ def command_line(directory: Path, *arguments: str) -> LightningCLI:
 
 
 CONFIG = """
+model:
+  sums: true
 trainer:
   strategy:
     class_path: lightning_roundpipe.RoundPipeStrategy
@@ -381,7 +400,7 @@ def test_on_the_command_line_by_config(tmp_path: Path) -> None:
         assert options["split"] == "step"
         assert options["loss_weight"] == "sum"
         assert options["background_step"] is False
-    assert weights(again.model) == weights(cli.model) == near([-19.0])  # sums 12 and 7
+    assert weights(again.model) == weights(cli.model) == near([-19.0])  # less 12, less 7
 
 
 @pytest.mark.parametrize(

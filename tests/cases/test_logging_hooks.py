@@ -93,7 +93,6 @@ def test_logged_values_are_those_of_the_batch(way: Way, batches: list, accumulat
         way,
         strategy={"split": "step"},
         logger=points,
-        log_every_n_steps=1,
         callbacks=[counts],
         accumulate_grad_batches=accumulate,
     )

@@ -13,6 +13,8 @@ from torch import Tensor
 from .common import (
     STALE,
     AtBatchEnd,
+    LoggedLosses,
+    LogsLoss,
     Net,
     Way,
     X,
@@ -29,7 +31,7 @@ from .common import (
 )
 
 
-class Validates(Net):
+class Validates(LogsLoss):
     """Keeps the losses that validation sees."""
 
     def __init__(self, *layers: torch.nn.Module, **options: Any) -> None:
@@ -43,9 +45,9 @@ class Validates(Net):
 
 
 def validate_between_steps(way: Way) -> tuple[list[float], list[float], list[float]]:
-    module, losses = Validates(lin(1), loss=half_square, optimizer=sgd(0.5)), AtBatchEnd()
+    module, losses = Validates(lin(1), loss=half_square, optimizer=sgd(0.5)), LoggedLosses()
     batch = col(1, 1)
-    trainer = fit(module, [batch] * 3, way, val=[batch], val_check_interval=1, callbacks=[losses])
+    trainer = fit(module, [batch] * 3, way, val=[batch], val_check_interval=1, logger=losses)
     assert trainer.callback_metrics["val_loss"].item() == near(module.seen[-1])
     return module.seen, losses.seen, weights(module)
 
@@ -91,6 +93,9 @@ def test_each_parameter_group_keeps_its_settings(way: Way) -> None:
     module, seen = TwoGroups(), AtBatchEnd(lambda module, _: weights(module))
     fit(module, [X, X], way, callbacks=[seen])
     assert seen.seen == [near([-3.0, 0.65]), near([-6.0, 0.3175])]
+    unseen = TwoGroups()
+    fit(unseen, [X, X], way)
+    assert weights(unseen) == near([-6.0, 0.3175])
 
 
 class LooksAtOptimizer(Callback):
@@ -124,6 +129,10 @@ def test_adam_steps_once_a_batch_on_the_modules_own_parameters(way: Way) -> None
     assert weights(module) == near([-0.3])
     assert trainer.optimizers[0].state[module.net[0].weight]["step"] == 3
     assert looks.seen == [True] * 5
+    unseen = Net(lin(0), optimizer=adam(0.1))
+    trainer = fit(unseen, [X] * 3, way)
+    assert weights(unseen) == near([-0.3])
+    assert trainer.optimizers[0].state[unseen.net[0].weight]["step"] == 3
 
 
 class SlowSGD(torch.optim.SGD):
@@ -134,25 +143,33 @@ class SlowSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def run_steps(way: Way, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD) -> tuple[list[float], list[float]]:
-    module = Net(lin(1), loss=half_square, optimizer=lambda parameters: optimizer(parameters, lr=0.5))
-    losses = AtBatchEnd()
-    fit(module, [col(1, 1)] * 3, way, callbacks=[losses])
+def run_steps(
+    way: Way, optimizer: type[torch.optim.Optimizer] = torch.optim.SGD, watched: bool = False
+) -> tuple[list[float], list[float]]:
+    module = LogsLoss(lin(1), loss=half_square, optimizer=lambda parameters: optimizer(parameters, lr=0.5))
+    losses, watch = LoggedLosses(), AtBatchEnd()
+    fit(module, [col(1, 1)] * 3, way, logger=losses, callbacks=[watch] if watched else [])
+    assert watch.seen == (near(losses.seen) if watched else [])
     return losses.seen, weights(module)
 
 
+watched_or_not = pytest.mark.parametrize("watched", [True, False], ids=["watched", "unwatched"])
+
+
+@watched_or_not
 @in_every_way
-def test_steps_without_staleness_are_those_of_ordinary_training(way: Way) -> None:
+def test_steps_without_staleness_are_those_of_ordinary_training(way: Way, watched: bool) -> None:
     """Staleness that was not asked for, or the last step dropped."""
-    losses, final = run_steps(way)
+    losses, final = run_steps(way, watched=watched)
     assert losses == near([0.5, 0.125, 0.03125])
     assert final == near([0.125])
 
 
+@watched_or_not
 @pytest.mark.parametrize("way", STALE, ids=str)
-def test_staleness_one_is_exactly_one_step_behind(way: Way) -> None:
+def test_staleness_one_is_exactly_one_step_behind(way: Way, watched: bool) -> None:
     """Zero or one step behind, as it happens; or a step still pending when fit returns."""
-    losses, final = run_steps(way)
+    losses, final = run_steps(way, watched=watched)
     assert losses == near([0.5, 0.5, 0.125])
     assert final == near([-0.25])
 

@@ -12,12 +12,19 @@ from .common import STALE, AtBatchEnd, Net, Way, col, fit, in_every_way, lin, ne
 
 
 class SharedWeight(Net):
-    """The first and the last layer hold one weight; notes whether they still do."""
+    """The first and the last layer hold one weight."""
 
     def __init__(self) -> None:
         first, last = lin(3), lin(9)
         last.weight = first.weight
         super().__init__(first, nn.Identity(), last, optimizer=sgd(0.1))
+
+
+class WatchedSharedWeight(SharedWeight):
+    """Notes whether the layers still hold one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.shared: list[bool] = []
 
     def look(self) -> None:
@@ -40,11 +47,15 @@ class SharedWeight(Net):
 @in_every_way
 def test_two_layers_that_share_a_weight(way: Way) -> None:
     """One of the two uses missing from the gradient, or the weight torn in two by the step."""
+    watched = WatchedSharedWeight()
+    fit(watched, [col(1, 1)], way)
+    assert weights(watched) == near([2.4])
+    assert all(watched.shared)
+
     module = SharedWeight()
     trainer = fit(module, [col(1, 1)], way)
     assert weights(module) == near([2.4])
-    module.look()
-    assert all(module.shared)
+    assert module.net[0].weight is module.net[2].weight
     state = module.state_dict()
     assert set(state) == {"net.0.weight", "net.2.weight"}
     assert state["net.0.weight"].item() == state["net.2.weight"].item() == near(2.4)
