@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -30,6 +30,7 @@ from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import program_seed
 from lightning_roundpipe.pipeline.runtime import Batch, Pipeline, Step
+from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.state.optimizer import (
@@ -194,6 +195,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self.steps_in_background = False
         if pipeline is None:
             return
+        if worker is not None:
+            with suppress(Cancelled):  # steps of batches before a failed one are still made
+                worker.wait_idle()
         self._report = make_report(pipeline, time.perf_counter() - self._started)
         self._last_state = None if pipeline.monitor.failure is not None else state
         pipeline.close()

@@ -187,13 +187,13 @@ class Batch:
         """Waits until every loss is known."""
         monitor = self.pipeline.monitor
         with monitor.lock:
-            monitor.wait_for(self._changed, lambda: self._forwards_left == 0)
+            monitor.wait_for(self._changed, lambda: self._forwards_left == 0, self.number)
 
     def wait_all(self) -> None:
         """Waits until every microbatch's backward is done and its gradients are in the sums."""
         monitor = self.pipeline.monitor
         with monitor.lock:
-            monitor.wait_for(self._changed, lambda: self._threads_left == 0)
+            monitor.wait_for(self._changed, lambda: self._threads_left == 0, self.number)
 
     def release(self, scale: float) -> None:
         """Lets the backward of a deferred batch begin, with this gradient of the loss."""
@@ -205,7 +205,7 @@ class Batch:
     def wait_released(self) -> None:
         monitor = self.pipeline.monitor
         with monitor.lock:
-            monitor.wait_for(self._changed, lambda: self.released)
+            monitor.wait_for(self._changed, lambda: self.released, self.number)
 
     def forward_done(self) -> None:
         with self.pipeline.monitor.lock:
@@ -341,7 +341,7 @@ class Pipeline(CallOwner):
             self.check()
             raise
         except BaseException as error:  # Ctrl-C arrives here
-            self.monitor.fail(error)
+            self.monitor.fail(error, self.batches - 1)
             raise
 
     def check(self) -> None:
@@ -474,7 +474,7 @@ class Pipeline(CallOwner):
         except BaseException as error:
             where = f"; {microbatch.where}" if microbatch.where else ""
             error.add_note(f"roundpipe: {microbatch.label}{where}; phase {microbatch.phase}")
-            self.monitor.fail(error)
+            self.monitor.fail(error, batch.number)
         finally:
             _running.microbatch = None
             microbatch.calls = []
@@ -544,7 +544,7 @@ class Pipeline(CallOwner):
             self._enter_forward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
-            store.wait(store.units_of_layer(layer), batch.version)
+            store.wait(store.units_of_layer(layer), batch.version, batch.number)
             if not grad:
                 run_mode = Mode.PLAIN
             elif microbatch.ticket is not None and microbatch.ticket[1].kind == "FB":
@@ -715,7 +715,7 @@ class Pipeline(CallOwner):
 
     def _take_baton(self, microbatch: Microbatch, place: threading.Condition | None = None) -> None:
         place = place or self.baton.request()
-        self.baton.take(place)
+        self.baton.take(place, microbatch.batch.number)
         microbatch.place = place
         batch = microbatch.batch
         if microbatch.in_backward or batch.microbatches == 1:
@@ -788,7 +788,7 @@ class Pipeline(CallOwner):
         unit = self.store.unit_of(parameter)
         if unit.done < version:
             self._release_baton(microbatch)
-            self.store.wait((unit,), version)
+            self.store.wait((unit,), version, microbatch.batch.number)
             self._take_baton(microbatch)
 
     def _count_calls(self, microbatch: Microbatch) -> None:

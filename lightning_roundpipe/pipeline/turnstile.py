@@ -4,9 +4,14 @@ All of them share one lock (:class:`Monitor`), so that an error anywhere ends ev
 order to get wrong. Critical sections are a few dictionary operations long.
 """
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable
+from typing import TypeAlias
+
+Ticket: TypeAlias = tuple[int, Hashable]
+"""The right to a turn: the number of the batch, and what is to be done."""
 
 handover_hook: Callable[[], None] | None = None
 """Called at every hand-over between threads when set. For tests: random delays here must change no number."""
@@ -22,45 +27,52 @@ class Cancelled(BaseException):
 
 
 class Monitor:
-    """One lock for all waits of a pipeline. After :meth:`fail` every wait raises :class:`Cancelled`."""
+    """One lock for all waits of a pipeline. After :meth:`fail` waits raise :class:`Cancelled`.
+
+    A failure belongs to a batch. What was begun for earlier batches goes on: their optimizer steps are made, none is
+    made by half or dropped because a later batch failed.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.failure: BaseException | None = None
+        self._failed_from = math.inf
         self._waiting: list[threading.Condition] = []  # one entry for each thread that waits
 
     def condition(self) -> threading.Condition:
         return threading.Condition(self.lock)
 
-    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool]) -> None:
+    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool], batch: float = math.inf) -> None:
         """Waits, with the lock held, until the predicate holds.
 
+        Args:
+            condition: Notified when the predicate may have changed.
+            predicate: What to wait for.
+            batch: Number of the batch that the wait is for; by default one later than all.
+
         Raises:
-            Cancelled: When the pipeline has failed, whether or not the predicate holds.
+            Cancelled: When that batch or an earlier one has failed, whether or not the predicate holds.
         """
         self._waiting.append(condition)
         try:
-            while self.failure is None and not predicate():
+            while batch < self._failed_from and not predicate():
                 condition.wait()
         finally:
             self._waiting.remove(condition)
-        self.raise_if_failed()
+        self.raise_if_failed(batch)
 
-    def raise_if_failed(self) -> None:
-        if self.failure is not None:
+    def raise_if_failed(self, batch: float = math.inf) -> None:
+        if batch >= self._failed_from:
             raise Cancelled
 
-    def fail(self, error: BaseException) -> None:
-        """Records the first error and wakes everything that waits."""
+    def fail(self, error: BaseException, batch: float = 0) -> None:
+        """Records an error (the first one counts) and wakes what waits for this batch or a later one."""
         with self.lock:
             if self.failure is None:
                 self.failure = error
+            self._failed_from = min(self._failed_from, batch)
             for condition in self._waiting:
                 condition.notify_all()
-
-    def reset(self) -> None:
-        with self.lock:
-            self.failure = None
 
 
 class Turnstiles:
@@ -72,12 +84,12 @@ class Turnstiles:
 
     def __init__(self, monitor: Monitor, devices: int) -> None:
         self._monitor = monitor
-        self._lines: list[deque[Hashable]] = [deque() for _ in range(devices)]
-        self._device: dict[Hashable, int] = {}
-        self._left: set[Hashable] = set()
-        self._conditions: dict[Hashable, threading.Condition] = {}
+        self._lines: list[deque[Ticket]] = [deque() for _ in range(devices)]
+        self._device: dict[Ticket, int] = {}
+        self._left: set[Ticket] = set()
+        self._conditions: dict[Ticket, threading.Condition] = {}
 
-    def extend(self, lines: Iterable[Iterable[Hashable]]) -> None:
+    def extend(self, lines: Iterable[Iterable[Ticket]]) -> None:
         """Appends tickets to each device's line."""
         with self._monitor.lock:
             for device, tickets in enumerate(lines):
@@ -85,21 +97,21 @@ class Turnstiles:
                     self._lines[device].append(ticket)
                     self._device[ticket] = device
 
-    def enter(self, ticket: Hashable) -> None:
+    def enter(self, ticket: Ticket) -> None:
         """Waits until the ticket heads its device's line."""
         _handover()
         with self._monitor.lock:
             line = self._lines[self._device[ticket]]
             if line[0] == ticket:
-                self._monitor.raise_if_failed()
+                self._monitor.raise_if_failed(ticket[0])
                 return
             condition = self._conditions[ticket] = self._monitor.condition()
             try:
-                self._monitor.wait_for(condition, lambda: line[0] == ticket)
+                self._monitor.wait_for(condition, lambda: line[0] == ticket, ticket[0])
             finally:
                 del self._conditions[ticket]
 
-    def leave(self, ticket: Hashable) -> None:
+    def leave(self, ticket: Ticket) -> None:
         """Ends the ticket's turn, or gives it up before its turn came."""
         with self._monitor.lock:
             device = self._device.pop(ticket, None)
@@ -111,17 +123,6 @@ class Turnstiles:
                 self._left.discard(line.popleft())
             if line and (condition := self._conditions.get(line[0])) is not None:
                 condition.notify()
-
-    def pending(self, ticket: Hashable) -> bool:
-        """Whether the ticket still has its turn before it."""
-        return ticket in self._device
-
-    def clear(self) -> None:
-        with self._monitor.lock:
-            for line in self._lines:
-                line.clear()
-            self._device.clear()
-            self._left.clear()
 
 
 class Baton:
@@ -141,11 +142,11 @@ class Baton:
             self._queue.append(place)
             return place
 
-    def take(self, place: threading.Condition) -> None:
+    def take(self, place: threading.Condition, batch: float) -> None:
         _handover()
         with self._monitor.lock:
             try:
-                self._monitor.wait_for(place, lambda: self._queue[0] is place)
+                self._monitor.wait_for(place, lambda: self._queue[0] is place, batch)
             except BaseException:
                 self._remove(place)
                 raise

@@ -80,11 +80,15 @@ class Gradients:
 
 
 class BatchGradients:
-    """What one batch contributes. Batches may overlap; each unit's sum takes them one after the other."""
+    """What one batch contributes. Batches may overlap; each unit's sum takes them one after the other.
+
+    Attributes:
+        number: Number of the batch.
+    """
 
     def __init__(self, gradients: Gradients, index: int, microbatches: int) -> None:
         self._gradients = gradients
-        self._index = index
+        self.number = index
         self._microbatches = microbatches
         self._required_steps = gradients.store.enqueued
         units = len(gradients.sums)
@@ -117,12 +121,13 @@ class BatchGradients:
                 return
             sum_ = self._gradients.sums[number]
             monitor = self._gradients.monitor
-            if sum_.batches < self._index or unit.done < self._required_steps:
+            if sum_.batches < self.number or unit.done < self._required_steps:
                 # The batch before comes first, and what the optimizer still reads must not be written.
                 with monitor.lock:
                     monitor.wait_for(
                         unit.changed,
-                        lambda: sum_.batches == self._index and unit.done >= self._required_steps,
+                        lambda: sum_.batches == self.number and unit.done >= self._required_steps,
+                        self.number,
                     )
             while self._next[number] in finished:
                 self._fold(sum_, self._parts[number].pop(self._next[number], {}))
@@ -130,7 +135,7 @@ class BatchGradients:
             if self._next[number] < self._microbatches:
                 return
         with monitor.lock:
-            sum_.batches = self._index + 1
+            sum_.batches = self.number + 1
             unit.changed.notify_all()
             self._open_units -= 1
             if self._open_units == 0:
@@ -159,4 +164,4 @@ class BatchGradients:
         """
         monitor = self._gradients.monitor
         with monitor.lock:
-            monitor.wait_for(self._complete, lambda: self._open_units == 0)
+            monitor.wait_for(self._complete, lambda: self._open_units == 0, self.number)

@@ -32,7 +32,7 @@ class StepJob:
     def __init__(
         self,
         optimizer: Optimizer,
-        gradients: BatchGradients | None,
+        gradients: BatchGradients,
         before_step: BeforeStep | None,
         after_step: Callable[[], None] | None,
     ) -> None:
@@ -69,23 +69,25 @@ class OptimizerWorker:
         self._jobs: queue.SimpleQueue[StepJob | None] = queue.SimpleQueue()
         self._idle = monitor.condition()
         self._finished = 0
+        self._last_batch = -1
         self._aliases: dict[int, nn.Parameter] = {}
         self._thread = threading.Thread(target=self._loop, name="roundpipe-optimizer", daemon=True)
         self._thread.start()
 
     def submit(self, job: StepJob) -> None:
         self._store.enqueued += 1
+        self._last_batch = job.gradients.number
         self._jobs.put(job)
 
     def wait_idle(self) -> None:
         """Waits for every step handed in so far.
 
         Raises:
-            Cancelled: When the pipeline has failed.
+            Cancelled: When one of them cannot be made.
         """
         wanted = self._store.enqueued
         with self._monitor.lock:
-            self._monitor.wait_for(self._idle, lambda: self._finished >= wanted)
+            self._monitor.wait_for(self._idle, lambda: self._finished >= wanted, self._last_batch)
 
     def skip_to(self, steps: int) -> None:
         """Counts steps as finished that were made elsewhere."""
@@ -99,8 +101,7 @@ class OptimizerWorker:
         torch.set_num_threads(self._threads)
         while (job := self._jobs.get()) is not None:
             try:
-                if job.gradients is not None:
-                    job.gradients.wait_complete()
+                job.gradients.wait_complete()
                 self._step(job)
             except Cancelled:
                 continue

@@ -160,12 +160,12 @@ class ParameterStore:
         leaves = self._leaves[version % (self.staleness + 1)]
         return [leaves[id(parameter)] for parameter in layer.parameters]
 
-    def wait(self, units: Iterable[Unit], version: int) -> None:
-        """Waits until the units have been stepped and published at least to the version."""
+    def wait(self, units: Iterable[Unit], version: int, batch: float) -> None:
+        """Waits, for a batch, until the units have been stepped and published at least to the version."""
         for unit in units:
             if unit.done < version:  # reading an int needs no lock, and it only grows
                 with self._monitor.lock:
-                    self._monitor.wait_for(unit.changed, partial(_has_reached, unit, version))
+                    self._monitor.wait_for(unit.changed, partial(_has_reached, unit, version), batch)
 
     def publish(self, unit: Unit) -> None:
         """Makes the unit's masters, after a step, the newest version."""

@@ -93,6 +93,15 @@ class InterruptedAtOnce(Net):
         return super().training_step(batch, batch_idx)
 
 
+class InterruptedBySignal(Net):
+    """Is interrupted in the third batch as a user would, who knows nothing of threads."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Lightning leaves SIGINT ignored after an interrupt."""
@@ -111,7 +120,11 @@ in_every_way_and_stale = pytest.mark.parametrize("way", [PLAIN, *PIPELINES, *STA
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("interrupted", [Interrupted, InterruptedAtOnce], ids=["after the layers", "at once"])
+@pytest.mark.parametrize(
+    "interrupted",
+    [Interrupted, InterruptedAtOnce, InterruptedBySignal],
+    ids=["after the layers", "at once", "by a signal"],
+)
 @in_every_way_and_stale
 def test_ctrl_c_inside_the_step(way: Way, interrupted: type[Net], interruptible: None) -> None:
     """A hang, threads left alive, half a step, or the step of a finished batch dropped."""
@@ -276,7 +289,7 @@ def test_memory_is_steady_over_epochs(way: Way) -> None:
 
 
 PEAK = """
-import resource, sys, torch, lightning as L
+import os, resource, sys, torch, lightning as L
 from torch import nn
 from torch.utils.data import DataLoader
 import lightning_roundpipe
@@ -290,15 +303,12 @@ class Wide(L.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-before = peak()
+before = int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 strategy, devices = sys.argv[1], int(sys.argv[2])
 trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=1, logger=False,
                     enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False)
 trainer.fit(Wide(), DataLoader([torch.ones(4, 2500)] * 3, batch_size=None))
-print(peak() - before)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before)
 """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple
 
 import lightning as L
@@ -10,7 +11,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from .common import AtBatchEnd, Net, Way, col, fit, in_every_way, lin, near, weights
+from .common import FEW, PLAIN, STALE, AtBatchEnd, Net, Way, col, fit, in_every_way, lin, near, weights
 
 
 class Pass(NamedTuple):
@@ -103,6 +104,15 @@ class OverflowsUnseen(Overflows):
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
 
 
+class OverflowsSlowly(OverflowsUnseen):
+    """The same, with steps that take longer than a batch."""
+
+    def configure_optimizers(self) -> dict:
+        configured = super().configure_optimizers()
+        configured["optimizer"].register_step_pre_hook(lambda *_: time.sleep(0.02))
+        return configured
+
+
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "unseen"])
 @pytest.mark.parametrize(
     ("clip", "expected"),
@@ -124,3 +134,12 @@ def test_a_step_skipped_by_loss_scaling(way: Way, clip: float | None, expected: 
     assert seen.seen == ([near(row) for row in expected] if watched else [])
     assert module.gradients == (near([torch.inf, 4.0, 4.0]) if watched else [])
     assert (*weights(module), scaler.get_scale(), module.scheduler.last_epoch) == near(expected[-1])
+
+
+@pytest.mark.parametrize("way", [PLAIN, *FEW, *STALE], ids=str)
+def test_the_scale_waits_for_a_slow_step(way: Way) -> None:
+    """The next batch's loss scaled before the step in the background has changed the scale, as each step does here."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
+    module = OverflowsSlowly()
+    fit(module, [col(4, 4)] * 3, way, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
+    assert (*weights(module), scaler.get_scale(), module.scheduler.last_epoch) == near((-3.0, 2048.0, 3))

@@ -1,0 +1,1 @@
+"""Many architectures, each trained through the pipeline and by plain autograd."""

@@ -1,0 +1,209 @@
+"""Every entry of the zoo, trained through the pipeline and by plain autograd, in fp64. Writes docs/compatibility.md."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from helpers import Watch, default_dtype, fit_pipeline, split
+from models import Lit, batches_of
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from zoo.entries import ZOO
+from zoo.entry import Entry
+from zoo.table import PATH, Row, page
+
+TOLERANCE = 1e-9
+DEVICES, MICROBATCHES = 2, 4
+SIZES = (5, 8, 6)
+"""Samples per batch: microbatches of different sizes, and of other sizes in the next batch."""
+
+
+@pytest.fixture(scope="module")
+def table() -> Iterator[dict[str, Row]]:
+    """Takes a row from each entry. If all have one, the page is written."""
+    rows: dict[str, Row] = {}
+    yield rows
+    if rows.keys() == ZOO.keys():
+        facts = {"steps": len(SIZES), "devices": DEVICES, "microbatches": MICROBATCHES, "tolerance": TOLERANCE}
+        sizes = f"{', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]}"
+        PATH.write_text(page([rows[name] for name in ZOO], sizes=sizes, **facts), encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_equals_plain_autograd(name: str, table: dict[str, Row]) -> None:
+    family, entry = ZOO[name]
+    batches = [batches_of(entry.data, 1, size, seed=seed)[0] for seed, size in enumerate(SIZES)]
+    start, plain, ours = (build(entry) for _ in range(3))
+    plain_losses, plain_optimizer = train_plain(plain, batches)
+    watch, count = Watch(), CountCalls()
+    trainer = fit_pipeline(
+        ours, batches, MICROBATCHES, DEVICES, run={"precision": "64-true", "callbacks": [watch, count]}
+    )
+
+    states = optimizer_state(plain, plain_optimizer)
+    assert states and any(moved(start, plain).values()), "nothing was trained"
+    error = largest_error(dict(ours.named_parameters()), dict(plain.named_parameters()))
+    assert error <= TOLERANCE
+    assert largest_error(optimizer_state(ours, trainer.optimizers[0]), states) <= TOLERANCE
+    assert largest_error(dict(ours.named_buffers()), dict(plain.named_buffers())) <= TOLERANCE
+    assert largest_error(by_text(ours.seen), by_text(plain.seen)) <= TOLERANCE
+    assert largest_error(dict(enumerate(watch.losses)), dict(enumerate(plain_losses))) <= TOLERANCE
+
+    assert trainer.strategy.report().microbatches == MICROBATCHES
+    parameters = sum(parameter.numel() for parameter in plain.parameters())
+    layers = len(trainer.strategy.report().layers)
+    notes = [*filter(None, [entry.notes]), *found_notes(plain, states, batches[0])]
+    table[name] = Row(name, family, parameters, layers, count.calls, error, notes)
+
+
+# --- training
+
+
+def build(entry: Entry) -> Lit:
+    torch.manual_seed(3)
+    return entry.make().double()
+
+
+def train_plain(model: Lit, batches: Sequence[dict[str, Tensor]]) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """A loop as one would write it, with the weights of microbatches and the statistics of BatchNorm made explicit."""
+    optimizer = model.configure_optimizers()
+    statistics = WholeBatchStatistics(model)
+    losses: list[Tensor] = []
+    model.train()
+    for index, batch in enumerate(batches):
+        optimizer.zero_grad()
+        statistics.begin()
+        size, total = samples(batch), 0.0
+        for part in split(batch, MICROBATCHES, even=False):
+            weight = samples(part) / size
+            with default_dtype(torch.float64):  # as precision="64-true" has it
+                loss = model.training_step(part, index)
+            (weight * loss).backward()
+            total = total + weight * loss.detach()
+        statistics.commit()
+        optimizer.step()
+        losses.append(total)
+        model.on_train_batch_end(total, batch, index)
+    return losses, optimizer
+
+
+def samples(batch: dict[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
+
+
+class WholeBatchStatistics:
+    """Gives each BatchNorm, after each batch, the running statistics that the whole batch's inputs have, as PyTorch
+    documents them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
+        self.inputs: dict[nn.Module, list[Tensor]] = {}
+        self.before: dict[nn.Module, dict[str, Tensor]] = {}
+        for norm in self.norms:
+            norm.register_forward_pre_hook(lambda norm, args: self.inputs[norm].append(args[0].detach().clone()))
+
+    def begin(self) -> None:
+        self.inputs = {norm: [] for norm in self.norms}
+        self.before = {norm: {name: b.clone() for name, b in norm.named_buffers()} for norm in self.norms}
+
+    def commit(self) -> None:
+        for norm in self.norms:
+            assert len(self.inputs[norm]) == MICROBATCHES
+            inputs = torch.cat(self.inputs[norm]).transpose(0, 1).flatten(1)
+            before = self.before[norm]
+            count = int(before["num_batches_tracked"]) + 1
+            momentum = 1 / count if norm.momentum is None else norm.momentum
+            norm.num_batches_tracked.fill_(count)
+            norm.running_mean.copy_(before["running_mean"].lerp(inputs.mean(1), momentum))
+            norm.running_var.copy_(before["running_var"].lerp(inputs.var(1, unbiased=True), momentum))
+
+
+class CountCalls(L.Callback):
+    """How many calls of layers each microbatch made."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        self.calls += [len(run.sequence) for run in trainer.strategy._pipeline.batch.runs]
+
+
+# --- comparing
+
+
+def largest_error(actual: dict[Any, Tensor], expected: dict[Any, Tensor]) -> float:
+    """The largest difference, as a share of the largest value of its tensor.
+
+    Where a tensor is as good as zero (the gradient of a key's bias in attention is, but for rounding), its own size
+    says nothing: of a ten thousandth of the largest value of all.
+    """
+    assert actual.keys() == expected.keys()
+    floor = 1e-4 * max((size(value) for value in expected.values()), default=0.0)
+    worst = 0.0
+    for name, value in expected.items():
+        found = actual[name]
+        assert found.shape == value.shape and found.dtype == value.dtype, name
+        if not value.is_floating_point():
+            assert torch.equal(found, value), name
+        elif difference := size(found.detach() - value.detach()):
+            worst = max(worst, difference / max(size(value), floor))
+        assert math.isfinite(worst) and math.isfinite(size(value)), f"{name} is not finite"
+    return worst
+
+
+def size(value: Tensor) -> float:
+    return float(value.detach().abs().max()) if value.numel() and value.is_floating_point() else 0.0
+
+
+def moved(before: nn.Module, after: nn.Module) -> dict[str, bool]:
+    return {
+        name: not torch.equal(a, b) for (name, a), b in zip(before.named_parameters(), after.parameters(), strict=True)
+    }
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The tensors of the optimizer's state by parameter: where there is none, there never was a gradient."""
+    return {
+        f"{name}: {key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def by_text(notes: dict[Any, Tensor]) -> dict[str, Tensor]:
+    return {str(key): value for key, value in notes.items()}
+
+
+# --- what the table says about a model
+
+
+def found_notes(model: Lit, states: dict[str, Tensor], batch: dict[str, Tensor]) -> list[str]:
+    notes = []
+    config = getattr(getattr(model, "net", None), "config", None)
+    if config is not None and fills_cache(model, batch):
+        notes.append("use_cache")
+    if getattr(config, "output_router_logits", False):
+        notes.append("router loss")
+    if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
+        notes.append("tied parameters")
+    if WholeBatchStatistics(model).norms:
+        notes.append("BatchNorm")
+    parameters = dict(model.named_parameters())
+    if frozen := sum(not parameter.requires_grad for parameter in parameters.values()):
+        notes.append(f"{frozen} frozen parameters")
+    updated = {name.partition(": ")[0] for name in states}
+    if unused := sum(p.requires_grad and name not in updated for name, p in parameters.items()):
+        notes.append(f"{unused} parameters without gradient")
+    return notes
+
+
+def fills_cache(model: Lit, batch: dict[str, Tensor]) -> bool:
+    with default_dtype(torch.float64), torch.no_grad():
+        output = model.net(**batch)
+    return any(output.get(name) is not None for name in ("past_key_values", "cache_params"))
