@@ -22,6 +22,7 @@ _HOOKS_BETWEEN_BATCHES = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward",
     "on_before_optimizer_step",
 )  # fmt: skip
+_DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _MODULE_HOOKS = (*_HOOKS_BETWEEN_BATCHES, "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
 
 
@@ -30,7 +31,7 @@ def hooks_that_look(trainer: "pl.Trainer") -> list[str]:
     module = trainer.lightning_module
     found = [
         f"{type(module).__name__}.{hook}"
-        for hook in _MODULE_HOOKS
+        for hook in (*_MODULE_HOOKS, *_DATA_HOOKS)
         if getattr(type(module), hook) is not getattr(pl.LightningModule, hook) or hook in vars(module)
     ]
     for callback in callbacks_of(trainer):

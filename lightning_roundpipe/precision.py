@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 class RoundPipePrecision(Precision):
     """Mixin for Lightning's precision plugins; see :func:`with_background_step`."""
 
+    def pre_backward(self, tensor: Tensor, module: "pl.LightningModule") -> Tensor:  # type: ignore[override]
+        if getattr(self, "scaler", None) is not None:
+            _strategy(module).settle_steps()  # the step before may still change the scale
+        return super().pre_backward(tensor, module)
+
     def backward(  # type: ignore[override]
         self, tensor: Tensor, model: "pl.LightningModule", optimizer: Any, *args: Any, **kwargs: Any
     ) -> None:

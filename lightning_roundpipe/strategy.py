@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -165,6 +166,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         trainer = self._trainer
         assert module is not None and trainer is not None
         self._check_optimizers(module)
+        if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
+            raise MisconfigurationException(
+                f"{type(module).__name__} has lazy layers whose parameters have no shape yet. Call the model once on an"
+                " example before fit."
+            )
         count = self._device_count()
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // count)
@@ -179,6 +185,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])
+        pipeline.on_serial = _say_serial
         self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
         self._worker.skip_to(pipeline.store.enqueued)
         self._restored = self._last_state = None
@@ -256,7 +263,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """Runs the step's forward in microbatches; their backward goes on when this returns."""
         module, trainer = self.lightning_module, self._trainer
         assert module is not None and trainer is not None
-        if not module.automatic_optimization:
+        skips_backward = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # last epoch of SWA
+        if not module.automatic_optimization or skips_backward:
+            self.settle()
             return super().training_step(*args, **kwargs)
         pipeline = self._pipeline or self._open()
         self._begin_window(pipeline, trainer)
@@ -424,6 +433,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         assert self._worker is not None
         self._worker.skip_to(pipeline.store.enqueued)
 
+    def settle_steps(self) -> None:
+        """Waits until every optimizer step handed in is done."""
+        if self._pipeline is not None and self._worker is not None:
+            self._pipeline.until(self._worker.wait_idle)
+
     def settle(self) -> None:
         """Waits until every backward and optimizer step of finished batches is done.
 
@@ -450,6 +464,22 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if (state := self._state()) is not None:
             checkpoint[_CHECKPOINT_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self.settle()
+        super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.settle()
+        super().load_optimizer_state_dict(checkpoint)
+
+    def on_train_end(self) -> None:
+        self.settle()
+        super().on_train_end()
+
+    def on_validation_start(self) -> None:
+        self.settle()
+        super().on_validation_start()
 
     def _state(self) -> dict[str, Any] | None:
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""
@@ -530,6 +560,13 @@ def _loss_of(output: Any) -> Tensor | None:
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
     extras = {key: value for key, value in output.items() if key != "loss"}
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
+
+
+def _say_serial(reason: str) -> None:
+    rank_zero_info(
+        f"roundpipe: the microbatches run one after the other, because {reason}. Every result is right, but the devices"
+        " do not work at the same time."
+    )
 
 
 def _let_profiler_see_threads(trainer: "pl.Trainer") -> None:

@@ -98,8 +98,8 @@ def storages() -> dict[int, int]:
 def test_host_memory(row: list[str], staleness: int) -> None:
     """Two percent are left for batches, buffers and step counters."""
     precision, numbers = row[0].strip('"'), [int(cell) for cell in row[1:]]
-    *parts, copies, total, stale_total = numbers
-    assert total == sum(parts) and stale_total == total + copies
+    *parts, copies, stale_copies, total, stale_total = numbers
+    assert total == sum(parts) + copies and stale_total == sum(parts) + stale_copies
     model = HostMemory()
     trainer = L.Trainer(
         strategy=RoundPipeStrategy(staleness=staleness),

@@ -4,9 +4,11 @@ Both are in force only while a step runs, and only in the threads of its microba
 untouched.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -55,7 +57,7 @@ class Interception:
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
         for layer in layers:
-            layer.intercept = _forward_of(layer)
+            layer.intercept = _InterceptedForward(layer)
 
     def install(self) -> None:
         for layer in self._layers:
@@ -73,16 +75,33 @@ class Interception:
                     attributes["forward"] = layer.own_forward
 
 
-def _forward_of(layer: Layer) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        handler: CallHandler | None = getattr(_current, "handler", None)
-        if handler is not None:
-            return handler(layer, args, kwargs)
-        if layer.own_forward is not None:
-            return layer.own_forward(*args, **kwargs)
-        return type(layer.module).forward(layer.module, *args, **kwargs)
+class _InterceptedForward:
+    """The ``forward`` that stands in a layer's ``__dict__`` during a step."""
 
-    return forward
+    def __init__(self, layer: Layer) -> None:
+        self._layer = layer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer = self._layer
+        handler: CallHandler | None = getattr(_current, "handler", None)
+        if handler is not None and layer.has_own_parameters():
+            return handler(layer, args, kwargs)
+        return self._plain(layer.module)(*args, **kwargs)
+
+    def _plain(self, module: nn.Module) -> Callable[..., Any]:
+        if self._layer.own_forward is not None:
+            return self._layer.own_forward
+        return MethodType(type(module).forward, module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the module, made within a step, is a module of its own."""
+        copied: nn.Module | None = memo.get(id(self._layer.module))
+        if copied is None or self._layer.own_forward is not None:
+            return copy.deepcopy(self._plain(self._layer.module), memo)
+        return MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._layer.module, "forward")
 
 
 class OutsideParameters(TorchFunctionMode):
@@ -95,6 +114,7 @@ class OutsideParameters(TorchFunctionMode):
         owns: Whether a tensor is one of the module's parameters.
         stand_in: The leaf that stands for a parameter in this microbatch.
         settle: Waits until a parameter's pending optimizer step is done.
+        touched: Told of a parameter whose own memory the code was given, and whether it certainly changes it.
     """
 
     def __init__(
@@ -102,11 +122,13 @@ class OutsideParameters(TorchFunctionMode):
         owns: Callable[[object], bool],
         stand_in: Callable[[nn.Parameter], Tensor],
         settle: Callable[[nn.Parameter], None],
+        touched: Callable[[nn.Parameter, bool], None],
     ) -> None:
         super().__init__()
         self._owns = owns
         self._stand_in = stand_in
         self._settle = settle
+        self._touched = touched
         self._paused = False
 
     @contextmanager
@@ -125,10 +147,24 @@ class OutsideParameters(TorchFunctionMode):
         if self._paused:
             return func(*args, **kwargs)
         involved = self._any_parameter(args) or (kwargs and self._any_parameter(kwargs.values()))
+        if involved and _touches_memory(func):
+            return self._with_masters(func, args, kwargs)
         if involved and not _is_about_the_object(func):
+            if not torch.is_grad_enabled() and args and _changes_in_place(func) and self._owns(args[0]):
+                self._touched(args[0], True)
             args = tuple(self.replace(item) for item in args)
             kwargs = {key: self.replace(item) for key, item in kwargs.items()}
         return func(*args, **kwargs)
+
+    def _with_masters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Functions that read or write a parameter's own memory: after its pending step."""
+        parameters = [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Parameter) and self._owns(item)]
+        for parameter in parameters:
+            self._settle(parameter)
+        result = func(*args, **kwargs)
+        for parameter in parameters:
+            self._touched(parameter, getattr(func, "__name__", "") in ("__set__", "set_"))
+        return result
 
     def replace(self, item: Any) -> Any:
         """A value with the module's parameters replaced, in lists and tuples, too."""
@@ -146,6 +182,18 @@ class OutsideParameters(TorchFunctionMode):
             isinstance(item, nn.Parameter) or (type(item) in (list, tuple) and self._any_parameter(item))
             for item in items
         )
+
+
+def _touches_memory(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+    return name in ("__deepcopy__", "__reduce_ex__", "set_", "untyped_storage", "data_ptr", "numpy", "share_memory_")
+
+
+def _changes_in_place(func: Callable[..., Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
 def _is_about_the_object(func: Callable[..., Any]) -> bool:

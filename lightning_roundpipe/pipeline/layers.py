@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 LayerSpec: TypeAlias = Sequence[str | type[nn.Module]] | Callable[[nn.Module], object]
@@ -60,7 +61,9 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
 
 def _callable(module: nn.Module) -> bool:
     """Containers of parameters or modules have no forward of their own."""
-    return type(module).forward is not nn.Module.forward and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule)):  # a script cannot be replicated
+        return False
+    return type(module).forward is not nn.Module.forward
 
 
 def _holds_modules(module: nn.Module) -> bool:

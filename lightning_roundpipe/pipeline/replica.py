@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
 
@@ -28,6 +29,23 @@ class AttributeState:
     """Attributes that refer to the layer's own modules or parameters: (module index, name)."""
     inputs: list[tuple[int, str]]
     """Attributes that are tensors with a gradient: as good as arguments of the call."""
+    tensors: list[tuple[int, str]]
+    """Attributes that are plain tensors."""
+    containers: list[tuple[int, str]]
+    """Attributes that are lists, dicts or sets."""
+
+    def copies(self) -> dict[tuple[int, str], Any]:
+        """Copies of what a call may change in place among the attributes."""
+        copies: dict[tuple[int, str], Any] = {(i, key): self.dicts[i][key].clone() for i, key in self.tensors}
+        copies.update(((i, key), self.dicts[i][key].copy()) for i, key in self.containers)
+        return copies
+
+    def container_copies(self) -> dict[tuple[int, str], Any]:
+        return {(i, key): self.dicts[i][key].copy() for i, key in self.containers}
+
+    def sizes(self) -> list[int]:
+        """Changes when a call appends to one of the containers."""
+        return [len(self.dicts[i][key]) for i, key in self.containers]
 
 
 @dataclass(slots=True)
@@ -38,11 +56,11 @@ class Traits:
     """Draws random numbers."""
     changed_inputs: set[int] = field(default_factory=set)
     """Leaves of the arguments that are changed in place, by the layer or later: the recompute needs copies."""
-    writes_buffers: bool = False
-    """Writes its buffers: the recompute needs them as they were before the call."""
-    buffer_versions: list[tuple[int, int]] | None = None
-    """First batch: the buffers' versions after the last call. Whoever changes them before the next one, a recompute
-    that comes later needs copies."""
+    writes_state: bool = False
+    """Writes buffers, plain tensors or lists of its own: the recompute needs them as they were before the call."""
+    state_versions: list[tuple[int, int]] | None = None
+    """First batch: the versions of buffers and plain tensors after the last call. If anyone changes them before the
+    next one, a recompute that comes later needs copies."""
     half: dict[int, torch.dtype] | None = None
     """Parameters, by index, that may travel in half precision. None before the layer has run under autocast."""
     foreign: list[Tensor] = field(default_factory=list)
@@ -72,6 +90,7 @@ class Layer:
                     self.parameters.append(parameter)
                 self.parameter_slots.append((i, key, self._parameter_index[id(parameter)]))
         self.has_buffers = any(True for _ in module.buffers())
+        self._dropouts = [submodule for submodule in self.modules if isinstance(submodule, _DropoutNd)]
         self._norms = [
             i
             for i, submodule in enumerate(self.modules)
@@ -88,16 +107,25 @@ class Layer:
         """Whether the module still consists of the same modules and parameters."""
         if len(self.modules) != sum(1 for _ in self.module.modules()):
             return False
-        for i, key, index in self.parameter_slots:
-            expected = None if index is None else self.parameters[index]
-            if self.modules[i]._parameters.get(key, self) is not expected:
-                return False
-        return sum(len(module._parameters) for module in self.modules) == len(self.parameter_slots)
+        return self.has_own_parameters() and sum(len(module._parameters) for module in self.modules) == len(
+            self.parameter_slots
+        )
+
+    def draws(self) -> bool:
+        """Whether a call now may draw random numbers: it did before, or it has dropout that is in force."""
+        return self.traits.draws or any(module.training and module.p > 0 for module in self._dropouts)
+
+    def has_own_parameters(self) -> bool:
+        """Whether its parameters are in place, and not others put there for a moment (``functional_call``)."""
+        return all(
+            self.modules[i]._parameters.get(key, self) is (None if index is None else self.parameters[index])
+            for i, key, index in self.parameter_slots
+        )
 
     def attributes(self) -> AttributeState:
         """The modules' attributes now. The same object as long as nothing changed."""
         state = self._state
-        if state is not None and all(map(_same_items, (m.__dict__ for m in self.modules), state.dicts)):
+        if state is not None and all(map(same_items, (m.__dict__ for m in self.modules), state.dicts)):
             return state
         dicts = [dict(module.__dict__) for module in self.modules]
         special = [
@@ -112,7 +140,19 @@ class Layer:
             for key, value in attributes.items()
             if isinstance(value, Tensor) and value.requires_grad and id(value) not in self._parameter_index
         ]
-        self._state = AttributeState(dicts, special, inputs)
+        tensors = [
+            (i, key)
+            for i, attributes in enumerate(dicts)
+            for key, value in attributes.items()
+            if isinstance(value, Tensor) and not value.requires_grad and id(value) not in self._parameter_index
+        ]
+        containers = [
+            (i, key)
+            for i, attributes in enumerate(dicts)
+            for key, value in attributes.items()
+            if type(value) in (list, dict, set) and key not in _TENSOR_DICTS
+        ]
+        self._state = AttributeState(dicts, special, inputs, tensors, containers)
         return self._state
 
     def buffers(self) -> list[dict[str, Tensor | None]]:
@@ -122,15 +162,20 @@ class Layer:
         """The modules with running statistics of batches, by index, that update them (or else read them)."""
         return frozenset(i for i in self._norms if self.modules[i].training == training)
 
-    def buffer_versions(self, without: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
-        """Identity and version of each buffer, but for those of some modules."""
-        return [
+    def state_versions(self, state: AttributeState, without: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
+        """Identity and version of each buffer and plain tensor attribute, but for the buffers of some modules."""
+        versions = [
             (id(buffer), buffer._version)
             for i, module in enumerate(self.modules)
             if i not in without
             for buffer in module._buffers.values()
             if buffer is not None and not buffer.is_inference()
         ]
+        for i, key in state.tensors:
+            tensor = state.dicts[i][key]
+            if not tensor.is_inference():
+                versions.append((id(tensor), tensor._version))
+        return versions
 
     def copy_buffers(self) -> list[dict[str, Tensor | None]]:
         return [
@@ -169,7 +214,7 @@ class Layer:
         return False
 
 
-def _same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
+def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys()
 
 
@@ -222,7 +267,7 @@ class Replica:
         buffers: list[dict[str, Tensor | None]],
         *,
         merge_norm_statistics: bool,
-        own_containers: bool,
+        copies: dict[tuple[int, str], Any],
     ) -> None:
         """Prepares for one call.
 
@@ -232,24 +277,21 @@ class Replica:
             parameters: One tensor per parameter of the layer.
             buffers: The buffer dict of each module. What the call assigns or writes goes there.
             merge_norm_statistics: Take BatchNorm's statistics aside instead of updating its running statistics.
-            own_containers: Give the call copies of lists, dicts and sets among the attributes, so that what it writes
-                into them is lost.
+            copies: What stands for attributes that the call may change in place, so that it is lost.
         """
         layer = self.layer
         self.hook_calls = []
         self.norm_statistics = []
         for i, (shell, attributes) in enumerate(zip(self.shells, state.dicts, strict=True)):
             new = dict(attributes)
-            if own_containers:
-                for key, value in attributes.items():
-                    if type(value) in (list, dict, set) and key not in _TENSOR_DICTS:
-                        new[key] = value.copy()
             new["_parameters"] = {}
             new["_buffers"] = buffers[i]
             new["_modules"] = self._submodules[i]
             if i > 0 and new["_forward_hooks"]:
                 self._defer_hooks(i, new)
             object.__setattr__(shell, "__dict__", new)
+        for (i, key), value in copies.items():
+            self.shells[i].__dict__[key] = value
         for (i, key), tensor in zip(state.inputs, inputs, strict=True):
             self.shells[i].__dict__[key] = tensor
         for i, key in state.special:
@@ -285,7 +327,7 @@ class Replica:
         changes = []
         for i, (shell, before) in enumerate(zip(self.shells, self._original, strict=True)):
             now = shell.__dict__
-            if _same_items(now, before):
+            if same_items(now, before):
                 continue
             changes += [
                 (i, key, self._outside(value))

@@ -9,7 +9,8 @@ import contextvars
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import SequenceMatcher
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
+from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Structure
@@ -29,7 +31,7 @@ from lightning_roundpipe.pipeline.interception import (
     handling_no_calls,
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
-from lightning_roundpipe.pipeline.replica import Layer, NormStatistics, commit_norm_statistics
+from lightning_roundpipe.pipeline.replica import Layer, NormStatistics, commit_norm_statistics, same_items
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
 from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
@@ -37,6 +39,7 @@ from lightning_roundpipe.schedules import Action, Partition, balance, roundpipe
 from lightning_roundpipe.schedules.schedule import Kind
 from lightning_roundpipe.state.gradients import BatchGradients, Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
+from lightning_roundpipe.trees import tensors
 
 Step = Callable[[], Tensor | None]
 """The user's step for one microbatch. Returns the loss, or None where there is nothing to train."""
@@ -129,6 +132,14 @@ class Microbatch:
         self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.random_state: RandomState | None = None
         self.attributes: dict[tuple[nn.Module, str], Any] = {}
+        """What this microbatch has set on modules."""
+        self.first_take = True
+        self.contents: list[tuple[Any, list[Any]]] = []
+        """First batch: lists and dicts on modules, and what was in them when it took the baton."""
+        self.settings: Counter[tuple[nn.Module, str]] = Counter()
+        """In how many stretches of code between layers it did so."""
+        self.seen: list[tuple[nn.Module, dict[str, Any]]] = []
+        """The attributes of modules when it took the baton."""
         self.norm_statistics: list[NormStatistics] = []
         self.calls_left: dict[Unit, int] = {}
         self.units_left: set[Unit] = set()
@@ -153,6 +164,7 @@ class Batch:
         scale: Callable[[], float],
         deferred: bool,
         plan: Plan | None,
+        records: bool,
         gradients: BatchGradients,
         version: int,
     ) -> None:
@@ -164,6 +176,8 @@ class Batch:
         self.scale = scale
         self.deferred = deferred
         self.plan = plan
+        self.records = records
+        """Whether this is the first batch, which shows what the layers are like."""
         self.gradients = gradients
         self.version = version
         self.released = not deferred
@@ -171,16 +185,17 @@ class Batch:
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.stage_device: dict[int, int] = {}
         self.stage_kind: dict[int, Kind] = {}
+        self.private_before: dict[tuple[nn.Module, str], Any] = {}
+        """Attributes that each microbatch has for itself, as they were before the batch."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
-        self.attribute_base: dict[tuple[nn.Module, str], Any] = {}
-        self.attribute_holder: Microbatch | None = None
         self._forwards_left = self.microbatches
         self._threads_left = self.microbatches
         self._changed = pipeline.monitor.condition()
 
     @property
-    def warm_up(self) -> bool:
+    def serial(self) -> bool:
+        """Whether the microbatches run one after the other."""
         return self.plan is None
 
     def wait_forward(self) -> None:
@@ -245,10 +260,14 @@ class Pipeline(CallOwner):
         self.seed = seed
         self.step = first_step
         self.monitor = Monitor()
-        self.turnstiles = Turnstiles(self.monitor, len(self.devices))
+        self.turnstiles = Turnstiles(self.monitor, len(self.devices) + 1)  # the last one is the start line
         self.baton = Baton(self.monitor)
         self.layers = [Layer(i, name, module) for i, (name, module) in enumerate(find_layers(root, layers).items())]
         self.interception = Interception(self.layers)
+        inside = {module for layer in self.layers for module in layer.modules}
+        self._outside_modules = dict.fromkeys(module for module in root.modules() if module not in inside)
+        self._set_from_outside: dict[nn.Module, None] = {}
+        self._private: dict[tuple[nn.Module, str], bool] = {}
         self.store = ParameterStore(root, self.layers, self.monitor, staleness)
         self.gradients = Gradients(self.store, self.monitor)
         self.plan: Plan | None = None
@@ -259,8 +278,13 @@ class Pipeline(CallOwner):
         self.last_microbatches = 0
         self._next_device = 0
         self._threads: list[_Thread] = []
+        self._direct: dict[nn.Parameter, None] = {}
+        self._direct_handles: list[RemovableHandle] = []
         self._batch: Batch | None = None
         self._left_random_state: Tensor | None = None
+        self.serial_reason: str | None = None
+        """Why microbatches run one after the other, if they do."""
+        self.on_serial: Callable[[str], None] = lambda reason: None
         self._swaps_everything = False
         """Whether the code between layers draws from Python's or NumPy's generator."""
 
@@ -295,6 +319,8 @@ class Pipeline(CallOwner):
                 " Change them before fit, or call fit again after the change."
             )
         self.store.refresh(values=values_changed)
+        for parameter in self._direct:
+            parameter.grad = None  # what is there is in the sums
         plan = self._plan_for(deferred)
         batch = Batch(
             self,
@@ -304,6 +330,7 @@ class Pipeline(CallOwner):
             scale,
             deferred,
             plan,
+            self.plan is None,
             self.gradients.begin_batch(len(weights)),
             self.store.version_for_next_batch(),
         )
@@ -311,6 +338,11 @@ class Pipeline(CallOwner):
         self.step += 1
         self.last_microbatches = batch.microbatches
         self._batch = batch
+        batch.private_before = {
+            (module, name): module.__dict__.get(name, _MISSING)
+            for (module, name), private in self._private.items()
+            if private
+        }
         self._line_up(batch)
         while len(self._threads) < batch.microbatches:
             self._threads.append(_Thread(f"roundpipe-{len(self._threads)}"))
@@ -322,13 +354,14 @@ class Pipeline(CallOwner):
                 context = contextvars.copy_context()
                 self._threads[index].submit(partial(context.run, self._run_microbatch, batch, index, step))
             self.until(batch.wait_forward)
-            if (batch.warm_up and not deferred) or self._draws_on_the_host():
+            if (batch.serial and not deferred) or self._draws_on_the_host():
                 self.until(batch.wait_all)
         finally:
             self.interception.remove()
             if outside is not None:
-                outside.restore()
-        self._restore_attributes(batch, batch.runs[-1])
+                self._restore_random_state(batch, outside)
+        if batch.microbatches > 1:
+            self._leave_attributes(batch)
         commit_norm_statistics([run.norm_statistics for run in batch.runs if run is not None])
         self._replan(batch)
         return batch
@@ -360,6 +393,8 @@ class Pipeline(CallOwner):
         self.monitor.fail(Cancelled())
         for thread in self._threads:
             thread.close()
+        for handle in self._direct_handles:
+            handle.remove()
         self._threads = []
         self._batch = None
 
@@ -381,13 +416,35 @@ class Pipeline(CallOwner):
     def _draws_on_the_host(self) -> bool:
         """Whether a recompute would take the process's generators away from the main thread's own code."""
         return any(device.shares_host_generator for device in self.devices) and any(
-            layer.traits.draws for layer in self.layers
+            layer.draws() for layer in self.layers
         )
+
+    def _restore_random_state(self, batch: Batch, outside: RandomState) -> None:
+        """The main thread's own random numbers go on as if the microbatches had drawn none."""
+        if batch.records or self._swaps_everything:
+            outside.restore()
+            return
+        now = RandomState.capture()
+        RandomState(outside.torch_cpu).restore()
+        if not now.same_outside_torch(outside) and self.monitor.failure is None:
+            raise RuntimeError(
+                "Random numbers of Python's or NumPy's generator were drawn in this batch, and none in the first one:"
+                " they are neither repeatable nor, if a layer drew them, the same in its recompute. Draw one in every"
+                " training_step from the first batch on, use torch's, or train with RoundPipeStrategy(microbatches=1)."
+            )
+
+    def run_serially(self, reason: str) -> None:
+        """From the next batch on, lets microbatches run one after the other: slower, and never wrong."""
+        if self.serial_reason is None and self.last_microbatches > 1:
+            self.serial_reason = reason
+            self.on_serial(reason)
 
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _plan_for(self, deferred: bool) -> Plan | None:
-        if self.plan is None or not deferred:
+        if self.plan is None or self.serial_reason is not None:
+            return None
+        if not deferred:
             return self.plan
         return self._make_plan(self.plan.calls, fused=False)
 
@@ -402,13 +459,15 @@ class Pipeline(CallOwner):
         merged = batch.plan.calls if batch.plan is not None else ()
         for sequence in sequences:
             merged = merge_sequences(merged, sequence)
-        if batch.plan is None:
+        if batch.records:
             for layer in self.layers:
                 self.store.add_to_layer(layer, layer.traits.foreign)
             self.store.travel_in_half(self._half_parameters(batch))
-        if batch.plan is None or merged != batch.plan.calls or batch.number == 1:
+            if any(layer.traits.writes_state and layer.index in _repeated(sequences) for layer in self.layers):
+                self.run_serially("a layer that writes its own state is called several times in a step")
+        if batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
             self.plan = self._make_plan(merged, fused=True)
-        if batch.plan is None:
+        if batch.records:
             # Whatever happens for the first time is slow: only what comes now is measured.
             self.forward_costs = [Costs() for _ in self.layers]
             self.backward_costs = [Costs() for _ in self.layers]
@@ -434,7 +493,7 @@ class Pipeline(CallOwner):
             actions = [_serial(i, backward) for i in range(batch.microbatches) for backward in (False, True)]
             if batch.deferred:
                 actions.sort(key=lambda action: action.stage)
-            lines: list[list[tuple[int, Action]]] = [[] for _ in self.devices]
+            lines: list[list[tuple[int, Action]]] = [[] for _ in range(len(self.devices) + 1)]
             lines[0] = [(number, action) for action in actions]
             self.turnstiles.extend(lines)
             return
@@ -444,7 +503,8 @@ class Pipeline(CallOwner):
             for action in line:
                 batch.stage_device[action.stage] = device
                 batch.stage_kind[action.stage] = action.kind
-        self.turnstiles.extend([[(number, action) for action in actions] for actions in schedule.devices])
+        start = [_start(index) for index in range(batch.microbatches)]
+        self.turnstiles.extend([[(number, action) for action in line] for line in (*schedule.devices, start)])
 
     # -- one microbatch, in its own thread -------------------------------------------------------------------------
 
@@ -453,20 +513,30 @@ class Pipeline(CallOwner):
         batch.runs[index] = microbatch
         _running.microbatch = microbatch
         try:
-            if batch.warm_up:
+            if batch.serial:
                 self.turnstiles.enter((batch.number, _serial(index, False)))
-            loss = self._forward(microbatch, step)
+                place = self.baton.request()
+            else:  # the steps begin in the order of the microbatches
+                self.turnstiles.enter((batch.number, _start(index)))
+                place = self.baton.request()
+                self.turnstiles.leave((batch.number, _start(index)))
+            before = {module: dict(module.__dict__) for module in self.root.modules()} if batch.records else {}
+            loss = self._forward(microbatch, step, place)
+            if batch.records and batch.microbatches > 1:
+                self._note_private_attributes(microbatch, before)
             batch.losses[index] = None if loss is None else loss.detach()
             self._count_calls(microbatch)
             batch.forward_done()
-            if batch.warm_up:
+            if batch.serial:
                 self.turnstiles.leave((batch.number, _serial(index, False)))
                 self.turnstiles.enter((batch.number, _serial(index, True)))
             if loss is not None:
                 self._backward(microbatch, loss)
+                if batch.records:
+                    self._find_direct_gradients(microbatch)
             self._pass_remaining(microbatch)
             self._finish_units(microbatch)
-            if batch.warm_up:
+            if batch.serial:
                 self.turnstiles.leave((batch.number, _serial(index, True)))
             batch.thread_done()
         except Cancelled:
@@ -481,14 +551,15 @@ class Pipeline(CallOwner):
             microbatch.stand_ins = {}
             microbatch.mode = None
 
-    def _forward(self, microbatch: Microbatch, step: Step) -> Tensor | None:
+    def _forward(self, microbatch: Microbatch, step: Step, place: threading.Condition) -> Tensor | None:
         batch = microbatch.batch
         mode = microbatch.mode = OutsideParameters(
             self.store.owns,
             lambda parameter: self._stand_in(microbatch, parameter),
             lambda parameter: self._settle(microbatch, parameter, self.store.enqueued),
+            lambda parameter, written: self._touched(microbatch, parameter, written),
         )
-        self._take_baton(microbatch)
+        self._take_baton(microbatch, place)
         try:
             with handling_calls(lambda layer, args, kwargs: self._call(microbatch, layer, args, kwargs)), mode:
                 loss = step()
@@ -522,7 +593,7 @@ class Pipeline(CallOwner):
         """One layer call of the user's step."""
         batch, store = microbatch.batch, self.store
         state = layer.attributes()
-        attributes = [state.dicts[i][key] for i, key in state.inputs]
+        attributes = [self._input_attribute(batch, state.dicts[i][key]) for i, key in state.inputs]
         arguments = Structure((args, kwargs, attributes))
         mode = microbatch.mode
         assert mode is not None
@@ -533,8 +604,9 @@ class Pipeline(CallOwner):
             or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
             or bool(layer.traits.foreign)
         )
+        caller_tensors = arguments.leaves
         leaves = store.layer_leaves(layer, batch.version)
-        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.warm_up)
+        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
         call.merge_norm_statistics = batch.microbatches > 1
         number = len(microbatch.calls)
         microbatch.calls.append(call)
@@ -547,7 +619,11 @@ class Pipeline(CallOwner):
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
             if not grad:
                 run_mode = Mode.PLAIN
-            elif microbatch.ticket is not None and microbatch.ticket[1].kind == "FB":
+            elif (
+                microbatch.ticket is not None
+                and microbatch.ticket[1].kind == "FB"
+                and not layer.traits.changed_inputs  # what is changed in place must not be part of a kept graph
+            ):
                 run_mode = Mode.KEEP
             else:
                 run_mode = Mode.DROP
@@ -559,18 +635,26 @@ class Pipeline(CallOwner):
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
         run.built.write_back(escaped.argument_changes)
+        for i, tensor in escaped.changed_tensors:
+            # The values are in place; the caller's tensor now has the call in its history.
+            caller_tensors[i].copy_(tensor)
         for index, name, value in escaped.attribute_changes:
             self._set_attribute(microbatch, layer.modules[index], name, value)
         for index, hook_args, hook_kwargs, output in escaped.hook_calls:
             _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
         return escaped.output
 
+    def _input_attribute(self, batch: Batch, tensor: Tensor) -> Tensor:
+        """An attribute that the layer may read. What a layer left there in an earlier batch has no gradient now."""
+        left_in = getattr(tensor, "left_in_batch", batch.number)
+        return tensor if left_in == batch.number else tensor.detach()
+
     def _run_call(self, microbatch: Microbatch, call: Call, device: Device, mode: str, number: int) -> Run:
         """Runs the layer for the first time; with random numbers of its own where it draws some."""
         batch, traits = microbatch.batch, call.layer.traits
         many = batch.microbatches > 1
-        watch = batch.warm_up or not many  # nothing else runs then, so whoever drew is the layer
-        if not (watch or (traits.draws and device.shares_host_generator)):
+        watch = batch.serial or not many  # nothing else runs then, so whoever drew is the layer
+        if not (watch or (call.layer.draws() and device.shares_host_generator)):
             return self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
         self._take_baton(microbatch)
         before = RandomState.capture()
@@ -586,7 +670,7 @@ class Pipeline(CallOwner):
             traits.draws = True
         if many:
             before.restore()
-        if not traits.draws:
+        if not call.layer.draws():
             call.seed = call.random_state = None
         self._release_baton(microbatch)
         return run
@@ -607,7 +691,7 @@ class Pipeline(CallOwner):
             self._enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
-            if call.layer.traits.draws and device.shares_host_generator and call.kept is None:
+            if call.random_state is not None and device.shares_host_generator and call.kept is None:
                 self._take_baton(microbatch)
                 before = RandomState.capture()
                 inputs, found = self._timed(
@@ -730,44 +814,75 @@ class Pipeline(CallOwner):
         if microbatch.random_state is not None:
             microbatch.random_state.restore()
         else:
-            everything = batch.warm_up or self._swaps_everything
+            everything = batch.records or self._swaps_everything
             seed_all(derive_seed(self.seed, batch.seed_step, microbatch.index, -1), everything=everything)
-        if batch.attribute_base and batch.attribute_holder is not microbatch:
-            self._restore_attributes(batch, microbatch)
+        if microbatch.first_take and not batch.serial:
+            microbatch.attributes.update(batch.private_before)
+        microbatch.first_take = False
+        for (module, name), value in microbatch.attributes.items():
+            _put(module, name, value)
+        microbatch.seen = [(module, dict(module.__dict__)) for module in self._watched(batch)]
+        if batch.records:
+            microbatch.contents = _contents_of_containers(self._outside_modules)
 
     def _release_baton(self, microbatch: Microbatch) -> None:
         if microbatch.place is None:
             return
         batch = microbatch.batch
         if not microbatch.in_backward and batch.microbatches > 1:
-            state = RandomState.capture(everything=batch.warm_up or self._swaps_everything)
-            if batch.warm_up and microbatch.random_state is not None and not self._swaps_everything:
+            state = RandomState.capture(everything=batch.records or self._swaps_everything)
+            if batch.records and microbatch.random_state is not None and not self._swaps_everything:
                 self._swaps_everything = not state.same_outside_torch(microbatch.random_state)
             microbatch.random_state = state
             self._left_random_state = state.torch_cpu
-            for module, name in batch.attribute_base:
-                microbatch.attributes[module, name] = module.__dict__.get(name, _MISSING)
+            self._note_attributes(microbatch)
         self.baton.release(microbatch.place)
         microbatch.place = None
 
+    def _watched(self, batch: Batch) -> Collection[nn.Module]:
+        """The modules whose attributes the code between layers may set: those that are in no layer, and (as the first
+        batch has shown) some that are."""
+        return list(self.root.modules()) if batch.records else [*self._outside_modules, *self._set_from_outside]
+
+    def _note_attributes(self, microbatch: Microbatch) -> None:
+        """What the code between layers has set on modules belongs to the microbatch: it finds it there again."""
+        for module, before in microbatch.seen:
+            now = module.__dict__
+            if same_items(now, before):
+                continue
+            for name in {**before, **now}:
+                if now.get(name, _MISSING) is not before.get(name, _MISSING):
+                    microbatch.attributes[module, name] = now.get(name, _MISSING)
+                    microbatch.settings[module, name] += 1
+                    if module not in self._outside_modules:
+                        self._set_from_outside[module] = None
+        if microbatch.batch.records and _gradients_were_put_in(microbatch.contents):
+            self.run_serially("the step puts tensors with gradients into a list or dict of a module's")
+        microbatch.seen = []
+        microbatch.contents = []
+
+    def _note_private_attributes(self, microbatch: Microbatch, before: dict[nn.Module, dict[str, Any]]) -> None:
+        """First batch: attributes that a step sets and in the end leaves as they were, such as ``training`` or a
+        counter of calls. Each microbatch gets its own from the start."""
+        for module, name in microbatch.attributes:
+            restored = _same_value(before[module].get(name, _MISSING), module.__dict__.get(name, _MISSING))
+            self._private[module, name] = restored and self._private.get((module, name), True)
+            if not restored and microbatch.settings[module, name] > 1 and _is_number(module.__dict__.get(name)):
+                self.run_serially(f"the step counts on in {type(module).__name__}.{name} between layers")
+
     def _set_attribute(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
         """Sets what a layer set in its forward; each microbatch sees its own."""
-        batch = microbatch.batch
-        if batch.microbatches > 1:
-            batch.attribute_base.setdefault((module, name), module.__dict__.get(name, _MISSING))
-            batch.attribute_holder = microbatch
         module.__dict__[name] = value
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.left_in_batch = microbatch.batch.number  # type: ignore[attr-defined]
+        if microbatch.batch.microbatches > 1:
+            microbatch.attributes[module, name] = value
 
-    def _restore_attributes(self, batch: Batch, microbatch: Microbatch | None) -> None:
-        if microbatch is None:
-            return
-        for (module, name), base in batch.attribute_base.items():
-            value = microbatch.attributes.get((module, name), base)
-            if value is _MISSING:
-                module.__dict__.pop(name, None)
-            else:
-                module.__dict__[name] = value
-        batch.attribute_holder = microbatch
+    def _leave_attributes(self, batch: Batch) -> None:
+        """After the batch, attributes are as if the microbatches had run one after the other."""
+        for microbatch in batch.runs:
+            for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
+                _put(module, name, value)
 
     # -- parameters and gradients ----------------------------------------------------------------------------------
 
@@ -791,6 +906,20 @@ class Pipeline(CallOwner):
             self.store.wait((unit,), version, microbatch.batch.number)
             self._take_baton(microbatch)
 
+    def _touched(self, microbatch: Microbatch, parameter: nn.Parameter, written: bool) -> None:
+        """The code between layers got hold of a parameter's own memory, and may change it at this point of the step."""
+        self.store.follow(parameter)
+        batch = microbatch.batch
+        if batch.microbatches == 1:
+            return
+        self.run_serially("the step changes parameters or takes their data")
+        if written and not batch.serial:
+            raise RuntimeError(
+                f"The step changes the parameter {self.store.name(parameter)!r} itself, which it did not do in the"
+                " first batch, while other microbatches compute with it. Do it from the first batch on, outside of"
+                " training_step, or train with RoundPipeStrategy(microbatches=1)."
+            )
+
     def _count_calls(self, microbatch: Microbatch) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
@@ -801,11 +930,34 @@ class Pipeline(CallOwner):
             if call.differentiable:
                 for unit in self.store.units_of_layer(call.layer):
                     left[unit] = left.get(unit, 0) + 1
+        late |= {self.store.unit_of(parameter) for parameter in self._direct}
         for unit in late:
             left[unit] = -1  # finished at the very end
         for unit in units:
             if unit not in left:
                 self._finish_unit(microbatch, unit)
+
+    def _find_direct_gradients(self, microbatch: Microbatch) -> None:
+        """First batch: parameters that autograd reached past our stand-ins, by custom functions, say."""
+        for parameter in self.store.parameters():
+            if parameter.grad is None or parameter in self._direct:
+                continue
+            if self.store.staleness:
+                raise RuntimeError(
+                    f"The parameter {self.store.name(parameter)!r} is used outside its layer in a way that hides it"
+                    " from the pipeline (a custom autograd function or a reentrant checkpoint), so it cannot be the"
+                    " value one step behind. Use strategy='roundpipe' (staleness 0)."
+                )
+            self._direct[parameter] = None
+            self._catch_gradient(parameter)
+            handle = parameter.register_post_accumulate_grad_hook(self._catch_gradient)
+            self._direct_handles.append(handle)
+
+    def _catch_gradient(self, parameter: nn.Parameter) -> None:
+        microbatch: Microbatch | None = getattr(_running, "microbatch", None)
+        if microbatch is not None and parameter.grad is not None:
+            microbatch.batch.gradients.add(microbatch.index, parameter, parameter.grad)
+            parameter.grad = None
 
     def _count_down(self, microbatch: Microbatch, call: Call) -> None:
         left = microbatch.calls_left
@@ -846,9 +998,52 @@ def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
         del item
 
 
+def _start(microbatch: int) -> Action:
+    """The turn to begin with the step."""
+    return Action("F", -1, microbatch)
+
+
+def _repeated(sequences: Sequence[Sequence[int]]) -> set[int]:
+    """What occurs several times in one of the sequences."""
+    return {item for sequence in sequences for item, count in Counter(sequence).items() if count > 1}
+
+
 def _serial(microbatch: int, backward: bool) -> Action:
     """The turns of the warm-up batch."""
     return Action("B" if backward else "F", int(backward), microbatch)
+
+
+def _put(module: nn.Module, name: str, value: Any) -> None:
+    if value is _MISSING:
+        module.__dict__.pop(name, None)
+    else:
+        module.__dict__[name] = value
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b)
+
+
+def _contents_of_containers(modules: Iterable[nn.Module]) -> list[tuple[Any, list[Any]]]:
+    return [
+        (value, list(value.values() if isinstance(value, dict) else value))
+        for module in modules
+        for name, value in module.__dict__.items()
+        if type(value) in (list, dict, set) and name not in ("_parameters", "_buffers", "_modules")
+    ]
+
+
+def _gradients_were_put_in(contents: list[tuple[Any, list[Any]]]) -> bool:
+    for container, before in contents:
+        known = {id(item) for item in before}
+        for item in container.values() if isinstance(container, dict) else container:
+            if id(item) not in known and any(tensor.requires_grad for tensor in tensors(item)):
+                return True
+    return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @contextmanager
@@ -865,16 +1060,18 @@ def _without(mode: OutsideParameters) -> Iterator[None]:
 def _run_forward_hooks(layer: Layer, index: int, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Runs the user's forward hooks of a module inside a layer, after the call and on its outputs."""
     module = layer.modules[index]
+    versions = [t._version for t in tensors(output) if not t.is_inference()]
     for number, hook in list(module._forward_hooks.items()):
         if number in module._forward_hooks_with_kwargs:
             result = hook(module, args, kwargs, output)
         else:
             result = hook(module, args, output)
-        if result is not None and result is not output:
+        changed = [t._version for t in tensors(output) if not t.is_inference()] != versions
+        if changed or (result is not None and result is not output):
             raise RuntimeError(
-                f"layer {layer.name!r}: a forward hook on {type(module).__name__} inside it replaces the module's"
-                " output, which is not supported there. Put the hook on the layer itself, or keep the layer out of the"
-                " pipeline with RoundPipeStrategy(layers=...)."
+                f"layer {layer.name!r}: a forward hook on {type(module).__name__} inside it replaces or changes the"
+                " module's output, which is not supported there. Put the hook on the layer itself, or keep the layer"
+                " out of the pipeline with RoundPipeStrategy(layers=...)."
             )
 
 

@@ -55,10 +55,10 @@ class Run:
 class Escaped:
     """What came out of a call, as the caller sees it."""
 
-    __slots__ = ("argument_changes", "attribute_changes", "hook_calls", "output")
+    __slots__ = ("argument_changes", "attribute_changes", "changed_tensors", "hook_calls", "output")
 
-    def __init__(self, parts: tuple[Any, Any, Any, Any]) -> None:
-        self.output, self.hook_calls, self.attribute_changes, self.argument_changes = parts
+    def __init__(self, parts: tuple[Any, Any, Any, Any, Any]) -> None:
+        self.output, self.hook_calls, self.attribute_changes, self.argument_changes, self.changed_tensors = parts
 
 
 class Call:
@@ -97,12 +97,15 @@ class Call:
         self.kept: Run | None = None
         self.differentiable: list[int] = []
         self.leaf_count = 0
+        self.done = False
         self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
         self._half: dict[int, torch.dtype] | None = None
         self._saved: list[Any] = []
         self._buffers: list[dict[str, Tensor | None]] | None = None
-        self._buffer_versions: list[tuple[int, int]] = []
+        self._copies: dict[tuple[int, str], Any] = {}
+        self._has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers)
+        self._state_versions: list[tuple[int, int]] = []
         self._norms_aside: frozenset[int] = frozenset()
         self._versions: list[tuple[int, Tensor, int]] = []
 
@@ -117,15 +120,16 @@ class Call:
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
         self._save_inputs(device, leaves, mode)
-        if layer.has_buffers and mode == Mode.DROP:
+        if self._has_state:
             taken, reading = layer.norms(training=True), layer.norms(training=False)
             self._norms_aside = taken if self.merge_norm_statistics else frozenset()
-            changed_since = layer.traits.buffer_versions not in (None, layer.buffer_versions())
-            traits.writes_buffers |= self.record and changed_since
+            versions, sizes = layer.state_versions(self.state, self._norms_aside), self.state.sizes()
+            if self.record:
+                traits.writes_state |= traits.state_versions not in (None, layer.state_versions(self.state))
             # Statistics that are read here may be updated by another call of the same BatchNorm before the recompute.
-            if self.record or traits.writes_buffers or (self.merge_norm_statistics and reading):
-                self._buffers = layer.copy_buffers()
-            versions = layer.buffer_versions(self._norms_aside)
+            read_later = self.merge_norm_statistics and bool(reading)
+            if mode == Mode.DROP and (self.record or traits.writes_state or read_later):
+                self._buffers, self._copies = layer.copy_buffers(), self.state.copies()
         half = self.autocast.half_type(device.torch_device.type)
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         replica = layer.borrow()
@@ -138,11 +142,12 @@ class Call:
             self._half = dict.fromkeys(watch.cast_once(), half)
             if mode != Mode.DROP:  # no recompute that could confirm it
                 self._note_half({})
-        if layer.has_buffers and mode == Mode.DROP:
-            self._buffer_versions = layer.buffer_versions(self._norms_aside)
-            traits.buffer_versions = layer.buffer_versions() if self.record else None
-            if versions != self._buffer_versions and not traits.writes_buffers:
-                self._found_buffer_write()
+        if self._has_state:
+            self._state_versions = layer.state_versions(self.state, self._norms_aside)
+            changed = versions != self._state_versions or sizes != self.state.sizes()
+            if changed and not traits.writes_state and (mode == Mode.DROP or self.record):
+                self._found_state_write()
+            traits.state_versions = layer.state_versions(self.state) if self.record else None
         self._check_inputs_after_run()
         if mode == Mode.KEEP:
             self.kept = run
@@ -201,13 +206,13 @@ class Call:
                 " with RoundPipeStrategy(layers=...)."
             )
 
-    def _found_buffer_write(self) -> None:
-        self.layer.traits.writes_buffers = True
+    def _found_state_write(self) -> None:
+        self.layer.traits.writes_state = True
         if not self.record:
             raise RecomputeError(
-                f"{self.label}: the layer writes its buffers, which it did not do in the first batch, so there is no"
-                " copy for the recompute. Let it write them from the first batch on, or keep the layer out of the"
-                " pipeline with RoundPipeStrategy(layers=...)."
+                f"{self.label}: buffers or attributes of the layer are written, which they were not in the first batch,"
+                " so there is no copy for the recompute. Let them be written from the first batch on, or keep the layer"
+                " out of the pipeline with RoundPipeStrategy(layers=...)."
             )
 
     # -- backward --------------------------------------------------------------------------------------------------
@@ -229,6 +234,13 @@ class Call:
         Raises:
             RecomputeError: When the layer did not return the same again.
         """
+        if self.done:
+            raise RuntimeError(
+                f"{self.label}: its backward runs a second time. A tensor with a gradient that came out of an earlier"
+                " batch or microbatch is used in this one, or the loss of a microbatch reaches into another's: keep"
+                " such tensors detached."
+            )
+        self.done = True
         run = self.kept if self.kept is not None else self._run_again(device)
         self.kept = None
         outputs, seeds = [], []
@@ -261,12 +273,14 @@ class Call:
             if tensor._version != version:
                 self._found_input_change(i, "an argument was changed in place after the call")
         buffers = self._buffers
+        unchanged = not self._has_state or layer.state_versions(self.state, self._norms_aside) == self._state_versions
         if buffers is None:
             buffers = [dict(items) for items in layer.buffers()]
-            if layer.has_buffers and layer.buffer_versions(self._norms_aside) != self._buffer_versions:
-                self._found_buffer_write()
-        elif self.record and layer.buffer_versions(self._norms_aside) != self._buffer_versions:
-            layer.traits.writes_buffers = True
+            self._copies = self.state.container_copies()
+            if not unchanged:
+                self._found_state_write()
+        elif self.record and not unchanged:
+            layer.traits.writes_state = True
         if self._half is not None:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
         replica = layer.borrow()
@@ -276,6 +290,7 @@ class Call:
             layer.give_back(replica)
         self._saved = []
         self._buffers = None
+        self._copies = {}
         if len(run.leaves) != self.leaf_count:
             raise RecomputeError(self._mismatch(f"{len(run.leaves)} values came out instead of {self.leaf_count}"))
         if self.fingerprints is not None:
@@ -290,15 +305,17 @@ class Call:
         full = self.parameters
         leaves = [device.keep_input(leaf, copy=True) if isinstance(leaf, Tensor) else leaf for leaf in self._saved]
         scratch = [{key: None if b is None else b.clone() for key, b in items.items()} for items in buffers]
+        copies = self._copies
         replica = self.layer.borrow()
         try:
+            self._copies = {at: c.clone() if isinstance(c, Tensor) else c.copy() for at, c in copies.items()}
             self.parameters = [
                 nn.Parameter(p.detach().to(self._half[i]), requires_grad=p.requires_grad) if i in self._half else p
                 for i, p in enumerate(full)
             ]
             run = self._execute(replica, device, leaves, scratch, Mode.DROP, first=False)
         finally:
-            self.parameters = full
+            self.parameters, self._copies = full, copies
             self.layer.give_back(replica)
         found = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         return [f.bits for f in found] == [f.bits for f in self.fingerprints]
@@ -346,18 +363,26 @@ class Call:
     ) -> Run:
         inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         edges: list[GradientEdge] = []
+        versions: list[tuple[int, int]] = []
         with ExitStack() as stack:
             stack.enter_context(device.running())
             stack.enter_context(self.autocast)
             if mode != Mode.PLAIN:
                 stack.enter_context(torch.enable_grad())
+                # Nothing that the layer does to its arguments may touch the caller's autograd graph.
+                inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
                     entered = _Enter.apply(
-                        torch.empty(0, requires_grad=True), *(inputs[i].detach() for i in self.gradient_inputs)
+                        torch.empty(0, requires_grad=True), *(inputs[i] for i in self.gradient_inputs)
                     )
                     edges = [get_gradient_edge(tensor) for tensor in entered]
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
+                versions = [
+                    (i, leaf._version)
+                    for i, leaf in enumerate(inputs)
+                    if isinstance(leaf, Tensor) and not leaf.is_inference()
+                ]
             if mode == Mode.DROP:
                 stack.enter_context(_saving_nothing(self.label))
             if not first:
@@ -369,11 +394,12 @@ class Call:
                 device.upload(self.parameters),
                 buffers,
                 merge_norm_statistics=self.merge_norm_statistics,
-                own_containers=not first,
+                copies={} if first else self._copies,
             )
             output = replica.forward(*args, **kwargs)
             hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
-            escaped = (output, hook_calls, replica.attribute_changes(), built.changes())
+            changed = [(i, inputs[i]) for i, version in versions if inputs[i]._version != version]
+            escaped = (output, hook_calls, replica.attribute_changes(), built.changes(), changed)
             return Run(Structure(escaped, built.originals()), built, edges, replica)
 
     def _put_random_state(self) -> None:

@@ -12,6 +12,7 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from types import FunctionType, GeneratorType, MethodType
 from typing import Any
 
 import torch
@@ -124,15 +125,20 @@ class OptimizerWorker:
         if go and not by_unit:
             whole.step()
         group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
+        hooks = list(optimizer._optimizer_step_post_hooks.values())
         for unit in self.order:
             if go and by_unit:
                 self._step_unit(whole, unit, group_of)
             self._gradients.clear(unit)
-            self._store.publish(unit)
+            if not hooks:
+                self._store.publish(unit)
         if go:
             self._write_back(job, whole)
-            for hook in optimizer._optimizer_step_post_hooks.values():
+            for hook in hooks:
                 hook(optimizer, (), {})
+        if hooks:  # they may change parameters, too
+            for unit in self.order:
+                self._store.publish(unit)
         for group in whole.param_groups:
             for alias in group["params"]:
                 alias.grad = None
@@ -168,7 +174,10 @@ class OptimizerWorker:
         return whole
 
     def _write_back(self, job: StepJob, whole: Optimizer) -> None:
-        """Hands state and changed group values over to the user's optimizer."""
+        """Hands state, changed group values and changed attributes over to the user's optimizer."""
+        for name, value in vars(whole).items():
+            if name not in _PARTS and vars(job.optimizer).get(name) is not value:
+                setattr(job.optimizer, name, value)
         for before, after, group in zip(job.groups, whole.param_groups, job.optimizer.param_groups, strict=False):
             for parameter, alias in zip(before["params"], after["params"], strict=True):
                 if alias in whole.state:
@@ -182,6 +191,10 @@ class OptimizerWorker:
         if alias is None or alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
             alias = self._aliases[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=True)
         return alias
+
+
+_PARTS = ("param_groups", "state", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+"""What makes an optimizer; everything else in its ``__dict__`` is its class's own."""
 
 
 def _copy_of(optimizer: Optimizer) -> Optimizer:
@@ -221,10 +234,10 @@ def holds_parameters_elsewhere(optimizer: Optimizer) -> bool:
             return any(refers(item) for item in _first_items(value))
         if isinstance(value, dict):
             return any(refers(item) for item in _first_items(value.values()))
-        return hasattr(value, "param_groups")
+        return hasattr(value, "param_groups") or isinstance(value, (nn.Module, FunctionType, MethodType, GeneratorType))
 
     for name, value in vars(optimizer).items():
-        if name in ("param_groups", "state", "defaults"):
+        if name in _PARTS:
             continue
         if name == "step":
             if not getattr(value, "_wrapped_by_lr_sched", False):

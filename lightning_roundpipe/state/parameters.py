@@ -157,8 +157,14 @@ class ParameterStore:
         return self._leaves[version % (self.staleness + 1)][id(parameter)]
 
     def layer_leaves(self, layer: Layer, version: int) -> list[nn.Parameter]:
-        leaves = self._leaves[version % (self.staleness + 1)]
-        return [leaves[id(parameter)] for parameter in layer.parameters]
+        return [self._with_present_flag(parameter, version) for parameter in layer.parameters]
+
+    def _with_present_flag(self, parameter: nn.Parameter, version: int) -> nn.Parameter:
+        """The leaf; if the parameter was frozen or unfrozen within the step, one that is, too."""
+        leaf = self.leaf(parameter, version)
+        if leaf.requires_grad == parameter.requires_grad:
+            return leaf
+        return nn.Parameter(leaf.detach(), requires_grad=parameter.requires_grad)
 
     def wait(self, units: Iterable[Unit], version: int, batch: float) -> None:
         """Waits, for a batch, until the units have been stepped and published at least to the version."""
@@ -180,6 +186,11 @@ class ParameterStore:
             for parameter in unit.parameters:
                 if self._is_copy(parameter):
                     self.leaf(parameter, version).copy_(parameter)
+
+    def follow(self, parameter: nn.Parameter) -> None:
+        """Follows new data that the user assigned to a parameter (``parameter.data = ...``)."""
+        if not self._is_copy(parameter) and self.leaf(parameter, 0).data_ptr() != parameter.data_ptr():
+            self._leaves[0][id(parameter)] = self._make_leaf(parameter)
 
     def refresh(self, *, values: bool) -> None:
         """Follows what the user did to the parameters since the last batch: new data, another ``requires_grad``.

@@ -1,6 +1,6 @@
 """What an entry of the zoo is, and how models of transformers become one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +22,14 @@ class Entry:
         make: Makes the model, the same one for the same seed.
         data: A batch of so many samples.
         notes: What is special about it, beside what the table finds out by itself.
+        layers: An option of the strategy; of use where a model has no blocks side by side.
     """
 
     name: str
     make: Callable[[], Lit]
     data: Data
     notes: str = ""
+    layers: Sequence[str] | None = None
 
 
 def network(architecture: str, /, *, attention: str | None = None, **config: Any) -> nn.Module:

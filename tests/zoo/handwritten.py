@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from models import HuggingFace, Lit, Siamese, Structured, TiedByHand, causal, ma
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from zoo.entry import VOCABULARY, Entry, network
 
@@ -174,9 +176,8 @@ class Pyramid(Lit):
 
     def __init__(self) -> None:
         super().__init__()
-        self.levels = nn.ModuleList(
-            nn.Conv2d(3 if i == 0 else 4, 4, 3, stride=min(i + 1, 2), padding=1) for i in range(3)
-        )
+        down = partial(nn.Conv2d, kernel_size=3, stride=2, padding=1)
+        self.levels = nn.ModuleList([nn.Conv2d(3, 4, 3, padding=1), down(4, 4), down(4, 4)])
         self.lateral = nn.ModuleList(nn.Conv2d(4, 6, 1) for _ in range(3))
         self.head = nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 1))
 
@@ -374,6 +375,19 @@ class MixtureOfDepths(Reader):
             index = chosen.unsqueeze(2).expand(-1, -1, x.shape[2])
             picked = x.gather(1, index)
             x = x.scatter(1, index, picked + best.sigmoid().unsqueeze(2) * block(picked))
+        return x
+
+
+class Checkpointed(Reader):
+    """Blocks under torch.utils.checkpoint, as one writes it oneself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def between(self, x: Tensor, batch: Any) -> Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
         return x
 
 
@@ -653,6 +667,8 @@ ENTRIES = [
     Entry("Reordered blocks", Reordered, sentences, "calls depend on data"),
     Entry("Adaptive computation", Ponder, sentences, "calls depend on data"),
     Entry("Mixture of depths", MixtureOfDepths, sentences, "a part of the tokens"),
+    Entry("Checkpointed blocks", partial(Checkpointed, False), sentences, "torch.utils.checkpoint"),
+    Entry("Checkpointed blocks, reentrant", partial(Checkpointed, True), sentences, "torch.utils.checkpoint"),
     Entry("Shared bias", SharedBias, sentences, "parameters as arguments"),
     Entry("Tied by hand", TiedByHand, tokens, "a layer's parameters used outside, penalty on weights"),
     Entry("VAE", Variational, seeded, "noise from its own generator"),

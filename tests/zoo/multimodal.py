@@ -74,6 +74,10 @@ def described(n: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "pixel_values": batch["pixel_values"], "labels": ids.masked_fill(ids > 38, -100)}
 
 
+def questions(n: int) -> dict[str, Tensor]:
+    return captioned(n) | {"labels": torch.rand(n, 3)}
+
+
 def labelled_captions(n: int) -> dict[str, Tensor]:
     batch = captioned(n)
     return batch | {"labels": batch["input_ids"]}
@@ -235,5 +239,19 @@ ENTRIES = [
             ffn_dim=24,
         ),
         channels,
+    ),
+    Entry(
+        "ViLT",
+        pretrained(
+            "ViltForQuestionAnswering",
+            **PICTURE,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=16,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+            num_labels=3,
+        ),
+        questions,
+        "text and picture in one sequence",
     ),
 ]

@@ -18,10 +18,11 @@ same microbatches, the same losses weighted by number of samples, `loss.backward
 (trained, frozen and unused ones), gradients as the optimizer's state sums them up, buffers and losses must agree
 to {tolerance:.0e} of the largest value of the tensor. Running statistics of BatchNorm must be those of whole batches.
 
-*Layers* is what the pipeline moves and calls as one, as found without any option. *Calls* is how many calls of layers
-one microbatch makes. *Error* is the largest relative error of a parameter after the last step.
+*Layers* is what the pipeline moves and calls as one, as it finds them by itself unless the notes give the option
+`layers`. *Calls* is how many calls of layers one microbatch makes. *Error* is the largest relative error of a
+parameter after the last step. The notes name what makes a model special for a pipeline.
 
-{count} models, all without an option of the strategy and without a change to the model.
+{count} models, none changed for the pipeline:
 
 """
 COLUMNS = ("model", "family", "parameters", "layers", "calls", "error", "notes")

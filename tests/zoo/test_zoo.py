@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import lightning as L
 import pytest
 import torch
-from helpers import Watch, default_dtype, fit_pipeline, split
+from helpers import RoundPipeStrategy, default_dtype, fit, split
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from models import Lit, batches_of
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -39,10 +39,8 @@ def test_equals_plain_autograd(name: str, table: dict[str, Row]) -> None:
     batches = [batches_of(entry.data, 1, size, seed=seed)[0] for seed, size in enumerate(SIZES)]
     start, plain, ours = (build(entry) for _ in range(3))
     plain_losses, plain_optimizer = train_plain(plain, batches)
-    watch, count = Watch(), CountCalls()
-    trainer = fit_pipeline(
-        ours, batches, MICROBATCHES, DEVICES, run={"precision": "64-true", "callbacks": [watch, count]}
-    )
+    strategy = Watched(microbatches=MICROBATCHES, layers=entry.layers)
+    trainer = fit(ours, batches, strategy, devices=DEVICES, precision="64-true")
 
     states = optimizer_state(plain, plain_optimizer)
     assert states and any(moved(start, plain).values()), "nothing was trained"
@@ -51,13 +49,14 @@ def test_equals_plain_autograd(name: str, table: dict[str, Row]) -> None:
     assert largest_error(optimizer_state(ours, trainer.optimizers[0]), states) <= TOLERANCE
     assert largest_error(dict(ours.named_buffers()), dict(plain.named_buffers())) <= TOLERANCE
     assert largest_error(by_text(ours.seen), by_text(plain.seen)) <= TOLERANCE
-    assert largest_error(dict(enumerate(watch.losses)), dict(enumerate(plain_losses))) <= TOLERANCE
+    assert largest_error(dict(enumerate(strategy.losses)), dict(enumerate(plain_losses))) <= TOLERANCE
 
-    assert trainer.strategy.report().microbatches == MICROBATCHES
+    assert strategy.report().microbatches == MICROBATCHES
+    assert strategy.in_background is not is_overridden("on_train_batch_end", ours), "as the README says"
     parameters = sum(parameter.numel() for parameter in plain.parameters())
-    layers = len(trainer.strategy.report().layers)
+    layers = len(strategy.report().layers)
     notes = [*filter(None, [entry.notes]), *found_notes(plain, states, batches[0])]
-    table[name] = Row(name, family, parameters, layers, count.calls, error, notes)
+    table[name] = Row(name, family, parameters, layers, strategy.calls, error, notes)
 
 
 # --- training
@@ -123,14 +122,23 @@ class WholeBatchStatistics:
             norm.running_var.copy_(before["running_var"].lerp(inputs.var(1, unbiased=True), momentum))
 
 
-class CountCalls(L.Callback):
-    """How many calls of layers each microbatch made."""
+class Watched(RoundPipeStrategy):
+    """Notes the batches' losses and how many calls of layers each microbatch made. A callback that did would keep the
+    optimizer from stepping in the background.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.losses: list[Tensor] = []
         self.calls: list[int] = []
+        self.in_background = False
 
-    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
-        self.calls += [len(run.sequence) for run in trainer.strategy._pipeline.batch.runs]
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss.detach().clone())
+        self.calls += [len(run.sequence) for run in self._pipeline.batch.runs]
+        self.in_background = self.steps_in_background
+        return loss
 
 
 # --- comparing
@@ -196,11 +204,15 @@ def found_notes(model: Lit, states: dict[str, Tensor], batch: dict[str, Tensor])
         notes.append("BatchNorm")
     parameters = dict(model.named_parameters())
     if frozen := sum(not parameter.requires_grad for parameter in parameters.values()):
-        notes.append(f"{frozen} frozen parameters")
+        notes.append(several(frozen, "frozen parameter"))
     updated = {name.partition(": ")[0] for name in states}
     if unused := sum(p.requires_grad and name not in updated for name, p in parameters.items()):
-        notes.append(f"{unused} parameters without gradient")
+        notes.append(several(unused, "parameter") + " without gradient")
     return notes
+
+
+def several(count: int, what: str) -> str:
+    return f"{count} {what}" + "s" * (count > 1)
 
 
 def fills_cache(model: Lit, batch: dict[str, Tensor]) -> bool:

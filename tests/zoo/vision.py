@@ -31,6 +31,10 @@ def segmented(n: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(n, 3, 16, 16), "labels": labels}
 
 
+def films(n: int) -> dict[str, Tensor]:
+    return {"pixel_values": torch.randn(n, 4, 3, 8, 8), "labels": torch.randint(CLASSES, (n,))}
+
+
 large = partial(pictures, size=16)
 
 ENTRIES = [
@@ -154,5 +158,44 @@ ENTRIES = [
         ),
         partial(pictures, size=64),
         "patches folded into dimension 0",
+    ),
+    Entry(
+        "Swin v2",
+        pretrained(
+            "Swinv2ForImageClassification",
+            image_size=16,
+            patch_size=2,
+            embed_dim=8,
+            depths=[2, 1],
+            num_heads=[2, 2],
+            window_size=4,
+            mlp_ratio=2.0,
+            drop_path_rate=0.0,
+            num_labels=CLASSES,
+        ),
+        large,
+        "shifted windows folded into dimension 0",
+    ),
+    Entry(
+        "PoolFormer",
+        pretrained(
+            "PoolFormerForImageClassification",
+            num_encoder_blocks=2,
+            depths=[1, 1],
+            hidden_sizes=[8, 16],
+            patch_sizes=[3, 3],
+            strides=[2, 2],
+            padding=[1, 1],
+            mlp_ratio=2.0,
+            drop_path_rate=0.0,
+            num_labels=CLASSES,
+        ),
+        large,
+    ),
+    Entry(
+        "VideoMAE",
+        pretrained("VideoMAEForVideoClassification", **TRANSFORMER, num_frames=4, tubelet_size=2),
+        films,
+        "video",
     ),
 ]
