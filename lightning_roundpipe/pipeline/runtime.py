@@ -4,16 +4,12 @@ A microbatch's thread runs the user's step from beginning to end, and then its b
 on the device that the schedule names; it never hands work to another thread. Between layers it holds the baton.
 """
 
-import bisect
 import contextvars
-import queue
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from functools import partial
 from typing import Any
 
@@ -24,6 +20,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Structure
+from lightning_roundpipe.pipeline.attributes import ModuleAttributes
+from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.interception import (
     Interception,
     OutsideParameters,
@@ -31,78 +29,23 @@ from lightning_roundpipe.pipeline.interception import (
     handling_no_calls,
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
-from lightning_roundpipe.pipeline.replica import Layer, NormStatistics, commit_norm_statistics, same_items
+from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
+from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
+from lightning_roundpipe.pipeline.threads import WorkThread
+from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
-from lightning_roundpipe.schedules import Action, Partition, balance, roundpipe
-from lightning_roundpipe.schedules.schedule import Kind
-from lightning_roundpipe.state.gradients import BatchGradients, Gradients
+from lightning_roundpipe.schedules import Action, roundpipe
+from lightning_roundpipe.state.gradients import Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 from lightning_roundpipe.trees import tensors
 
 Step = Callable[[], Tensor | None]
 """The user's step for one microbatch. Returns the loss, or None where there is nothing to train."""
 
-_MISSING = object()
-
 _running = threading.local()
 """The microbatch of the current thread."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The expected layer calls of a microbatch, and the stages they make."""
-
-    calls: tuple[int, ...]
-    """Layer indices in call order."""
-    partition: Partition
-    positions: dict[int, list[int]]
-    forward_stage: tuple[int, ...]
-    backward_stage: tuple[int, ...]
-
-    @classmethod
-    def make(cls, calls: Sequence[int], forward: Sequence[float], backward: Sequence[float], fused: bool) -> "Plan":
-        partition = balance(forward, backward, fused=fused)
-        positions: dict[int, list[int]] = {}
-        for position, layer in enumerate(calls):
-            positions.setdefault(layer, []).append(position)
-        offset = len(partition.forward)
-        forward_stage = [offset] * len(calls)
-        for stage, range_ in enumerate(partition.forward):
-            for position in range_:
-                forward_stage[position] = stage
-        backward_stage = [offset] * len(calls)
-        for number, range_ in enumerate(partition.backward):
-            for position in range_:
-                backward_stage[position] = offset + number
-        return cls(tuple(calls), partition, positions, tuple(forward_stage), tuple(backward_stage))
-
-    def locate(self, layer: int, start: int) -> int | None:
-        """The first position of the layer from ``start`` on."""
-        positions = self.positions.get(layer, [])
-        i = bisect.bisect_left(positions, start)
-        return positions[i] if i < len(positions) else None
-
-    @property
-    def fused_stage(self) -> int | None:
-        return len(self.partition.forward) if self.partition.fused and self.partition.backward else None
-
-
-@dataclass(slots=True)
-class Costs:
-    """Measured seconds per layer: the mean over its calls, the first batch left out."""
-
-    seconds: float = 0.0
-    calls: int = 0
-
-    def add(self, seconds: float) -> None:
-        self.seconds += seconds
-        self.calls += 1
-
-    @property
-    def mean(self) -> float:
-        return self.seconds / self.calls if self.calls else 0.0
 
 
 @dataclass(slots=True)
@@ -111,126 +54,6 @@ class DeviceUse:
 
     busy_seconds: float = 0.0
     calls: int = 0
-
-
-class Microbatch:
-    """What belongs to one microbatch of one batch."""
-
-    def __init__(self, batch: "Batch", index: int) -> None:
-        self.batch = batch
-        self.index = index
-        self.calls: list[Call] = []
-        self.sequence: list[int] = []
-        self.position = 0
-        self.stage = -1
-        """The last stage that was entered, forward and backward stages counted on."""
-        self.ticket: tuple[int, Action] | None = None
-        self.device = 0
-        self.place: threading.Condition | None = None
-        self.in_backward = False
-        self.token = torch.empty(0, requires_grad=True)
-        self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
-        self.random_state: RandomState | None = None
-        self.attributes: dict[tuple[nn.Module, str], Any] = {}
-        """What this microbatch has set on modules."""
-        self.first_take = True
-        self.contents: list[tuple[Any, list[Any]]] = []
-        """First batch: lists and dicts on modules, and what was in them when it took the baton."""
-        self.settings: Counter[tuple[nn.Module, str]] = Counter()
-        """In how many stretches of code between layers it did so."""
-        self.seen: list[tuple[nn.Module, dict[str, Any]]] = []
-        """The attributes of modules when it took the baton."""
-        self.norm_statistics: list[NormStatistics] = []
-        self.calls_left: dict[Unit, int] = {}
-        self.units_left: set[Unit] = set()
-        self.where = ""
-        self.phase = "forward"
-        self.mode: OutsideParameters | None = None
-
-    @property
-    def label(self) -> str:
-        return f"microbatch {self.index + 1} of {self.batch.microbatches}"
-
-
-class Batch:
-    """One batch in flight."""
-
-    def __init__(
-        self,
-        pipeline: "Pipeline",
-        number: int,
-        seed_step: int,
-        weights: Sequence[float],
-        scale: Callable[[], float],
-        deferred: bool,
-        plan: Plan | None,
-        records: bool,
-        gradients: BatchGradients,
-        version: int,
-    ) -> None:
-        self.pipeline = pipeline
-        self.number = number
-        self.seed_step = seed_step
-        self.weights = weights
-        self.microbatches = len(weights)
-        self.scale = scale
-        self.deferred = deferred
-        self.plan = plan
-        self.records = records
-        """Whether this is the first batch, which shows what the layers are like."""
-        self.gradients = gradients
-        self.version = version
-        self.released = not deferred
-        self.losses: list[Tensor | None] = [None] * self.microbatches
-        self.runs: list[Microbatch | None] = [None] * self.microbatches
-        self.stage_device: dict[int, int] = {}
-        self.stage_kind: dict[int, Kind] = {}
-        self.private_before: dict[tuple[nn.Module, str], Any] = {}
-        """Attributes that each microbatch has for itself, as they were before the batch."""
-        self.used_outside: set[int] = set()
-        """Parameters, by id, that the code between layers used."""
-        self._forwards_left = self.microbatches
-        self._threads_left = self.microbatches
-        self._changed = pipeline.monitor.condition()
-
-    @property
-    def serial(self) -> bool:
-        """Whether the microbatches run one after the other."""
-        return self.plan is None
-
-    def wait_forward(self) -> None:
-        """Waits until every loss is known."""
-        monitor = self.pipeline.monitor
-        with monitor.lock:
-            monitor.wait_for(self._changed, lambda: self._forwards_left == 0, self.number)
-
-    def wait_all(self) -> None:
-        """Waits until every microbatch's backward is done and its gradients are in the sums."""
-        monitor = self.pipeline.monitor
-        with monitor.lock:
-            monitor.wait_for(self._changed, lambda: self._threads_left == 0, self.number)
-
-    def release(self, scale: float) -> None:
-        """Lets the backward of a deferred batch begin, with this gradient of the loss."""
-        self.scale = lambda: scale
-        with self.pipeline.monitor.lock:
-            self.released = True
-            self._changed.notify_all()
-
-    def wait_released(self) -> None:
-        monitor = self.pipeline.monitor
-        with monitor.lock:
-            monitor.wait_for(self._changed, lambda: self.released, self.number)
-
-    def forward_done(self) -> None:
-        with self.pipeline.monitor.lock:
-            self._forwards_left -= 1
-            self._changed.notify_all()
-
-    def thread_done(self) -> None:
-        with self.pipeline.monitor.lock:
-            self._threads_left -= 1
-            self._changed.notify_all()
 
 
 class Pipeline(CallOwner):
@@ -261,13 +84,11 @@ class Pipeline(CallOwner):
         self.step = first_step
         self.monitor = Monitor()
         self.turnstiles = Turnstiles(self.monitor, len(self.devices) + 1)  # the last one is the start line
+        self.turns = Turns(self.turnstiles)
         self.baton = Baton(self.monitor)
         self.layers = [Layer(i, name, module) for i, (name, module) in enumerate(find_layers(root, layers).items())]
         self.interception = Interception(self.layers)
-        inside = {module for layer in self.layers for module in layer.modules}
-        self._outside_modules = dict.fromkeys(module for module in root.modules() if module not in inside)
-        self._set_from_outside: dict[nn.Module, None] = {}
-        self._private: dict[tuple[nn.Module, str], bool] = {}
+        self.attributes = ModuleAttributes(root, self.layers, self.run_serially)
         self.store = ParameterStore(root, self.layers, self.monitor, staleness)
         self.gradients = Gradients(self.store, self.monitor)
         self.plan: Plan | None = None
@@ -277,7 +98,7 @@ class Pipeline(CallOwner):
         self.batches = 0
         self.last_microbatches = 0
         self._next_device = 0
-        self._threads: list[_Thread] = []
+        self._threads: list[WorkThread] = []
         self._direct: dict[nn.Parameter, None] = {}
         self._direct_handles: list[RemovableHandle] = []
         self._batch: Batch | None = None
@@ -323,7 +144,7 @@ class Pipeline(CallOwner):
             parameter.grad = None  # what is there is in the sums
         plan = self._plan_for(deferred)
         batch = Batch(
-            self,
+            self.monitor,
             self.batches,
             self.step,
             weights,
@@ -338,14 +159,10 @@ class Pipeline(CallOwner):
         self.step += 1
         self.last_microbatches = batch.microbatches
         self._batch = batch
-        batch.private_before = {
-            (module, name): module.__dict__.get(name, _MISSING)
-            for (module, name), private in self._private.items()
-            if private
-        }
+        self.attributes.begin_batch(batch)
         self._line_up(batch)
         while len(self._threads) < batch.microbatches:
-            self._threads.append(_Thread(f"roundpipe-{len(self._threads)}"))
+            self._threads.append(WorkThread(f"roundpipe-{len(self._threads)}"))
         outside = RandomState.capture() if batch.microbatches > 1 else None
         self._left_random_state = None
         self.interception.install()
@@ -361,7 +178,7 @@ class Pipeline(CallOwner):
             if outside is not None:
                 self._restore_random_state(batch, outside)
         if batch.microbatches > 1:
-            self._leave_attributes(batch)
+            self.attributes.end_batch(batch)
         commit_norm_statistics([run.norm_statistics for run in batch.runs if run is not None])
         self._replan(batch)
         return batch
@@ -463,7 +280,7 @@ class Pipeline(CallOwner):
             for layer in self.layers:
                 self.store.add_to_layer(layer, layer.traits.foreign)
             self.store.travel_in_half(self._half_parameters(batch))
-            if any(layer.traits.writes_state and layer.index in _repeated(sequences) for layer in self.layers):
+            if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
                 self.run_serially("a layer that writes its own state is called several times in a step")
         if batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
             self.plan = self._make_plan(merged, fused=True)
@@ -520,10 +337,9 @@ class Pipeline(CallOwner):
                 self.turnstiles.enter((batch.number, _start(index)))
                 place = self.baton.request()
                 self.turnstiles.leave((batch.number, _start(index)))
-            before = {module: dict(module.__dict__) for module in self.root.modules()} if batch.records else {}
             loss = self._forward(microbatch, step, place)
             if batch.records and batch.microbatches > 1:
-                self._note_private_attributes(microbatch, before)
+                self.attributes.end_step(microbatch)
             batch.losses[index] = None if loss is None else loss.detach()
             self._count_calls(microbatch)
             batch.forward_done()
@@ -534,7 +350,7 @@ class Pipeline(CallOwner):
                 self._backward(microbatch, loss)
                 if batch.records:
                     self._find_direct_gradients(microbatch)
-            self._pass_remaining(microbatch)
+            self.turns.pass_remaining(microbatch)
             self._finish_units(microbatch)
             if batch.serial:
                 self.turnstiles.leave((batch.number, _serial(index, True)))
@@ -568,8 +384,8 @@ class Pipeline(CallOwner):
         if batch.plan is not None:
             fused = batch.plan.fused_stage
             if microbatch.stage < (fused if fused is not None else len(batch.plan.partition.forward)):
-                self._leave_ticket(microbatch)
-                self._skip_to(microbatch, len(batch.plan.partition.forward))
+                self.turns.leave_ticket(microbatch)
+                self.turns.skip_to(microbatch, len(batch.plan.partition.forward))
         return loss
 
     def _backward(self, microbatch: Microbatch, loss: Tensor) -> None:
@@ -613,7 +429,7 @@ class Pipeline(CallOwner):
         microbatch.sequence.append(layer.index)
         self._release_baton(microbatch)
         with handling_no_calls(), _without(mode):
-            self._enter_forward(microbatch, call)
+            self.turns.enter_forward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
@@ -629,7 +445,7 @@ class Pipeline(CallOwner):
                 run_mode = Mode.DROP
             run = self._run_call(microbatch, call, device, run_mode, number)
             place = self.baton.request()
-            self._leave_forward(microbatch, call)
+            self.turns.leave_forward(microbatch, call)
             self._take_baton(microbatch, place)
             microbatch.where = ""
             microbatch.norm_statistics += run.norm_statistics
@@ -639,7 +455,7 @@ class Pipeline(CallOwner):
             # The values are in place; the caller's tensor now has the call in its history.
             caller_tensors[i].copy_(tensor)
         for index, name, value in escaped.attribute_changes:
-            self._set_attribute(microbatch, layer.modules[index], name, value)
+            self.attributes.set(microbatch, layer.modules[index], name, value)
         for index, hook_args, hook_kwargs, output in escaped.hook_calls:
             _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
         return escaped.output
@@ -688,7 +504,7 @@ class Pipeline(CallOwner):
             )
         self._release_baton(microbatch)
         with handling_no_calls():
-            self._enter_backward(microbatch, call)
+            self.turns.enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             if call.random_state is not None and device.shares_host_generator and call.kept is None:
@@ -713,7 +529,7 @@ class Pipeline(CallOwner):
                 batch.gradients.add(microbatch.index, parameter, gradient)
             self._count_down(microbatch, call)
             place = self.baton.request()
-            self._leave_backward(microbatch, call)
+            self.turns.leave_backward(microbatch, call)
             self._take_baton(microbatch, place)
             microbatch.where = ""
         return inputs
@@ -728,72 +544,6 @@ class Pipeline(CallOwner):
             use.busy_seconds += seconds
             use.calls += 1
             costs[call.layer.index].add(seconds)
-
-    # -- turns -----------------------------------------------------------------------------------------------------
-
-    def _enter_forward(self, microbatch: Microbatch, call: Call) -> None:
-        plan = microbatch.batch.plan
-        if plan is None:
-            return
-        call.position = plan.locate(call.layer.index, microbatch.position)
-        if call.position is None:
-            return  # unforeseen: runs where the microbatch is
-        microbatch.position = call.position + 1
-        self._enter_stage(microbatch, plan.forward_stage[call.position])
-
-    def _leave_forward(self, microbatch: Microbatch, call: Call) -> None:
-        plan = microbatch.batch.plan
-        if plan is None or call.position is None:
-            return
-        stage = plan.forward_stage[call.position]
-        if stage != plan.fused_stage and call.position == plan.partition.forward[stage][-1]:
-            self._leave_ticket(microbatch)
-
-    def _enter_backward(self, microbatch: Microbatch, call: Call) -> None:
-        plan = microbatch.batch.plan
-        if plan is not None and call.position is not None:
-            self._enter_stage(microbatch, plan.backward_stage[call.position])
-
-    def _leave_backward(self, microbatch: Microbatch, call: Call) -> None:
-        plan = microbatch.batch.plan
-        if plan is None or call.position is None:
-            return
-        range_ = plan.partition.backward[plan.backward_stage[call.position] - len(plan.partition.forward)]
-        if call.position == range_.start:
-            self._leave_ticket(microbatch)
-
-    def _enter_stage(self, microbatch: Microbatch, stage: int) -> None:
-        """Goes on to a stage; one that lies behind is not entered again, its calls run where the microbatch is."""
-        if stage <= microbatch.stage:
-            return
-        self._leave_ticket(microbatch)
-        self._skip_to(microbatch, stage)
-        ticket = self._ticket(microbatch, stage)
-        self.turnstiles.enter(ticket)
-        microbatch.ticket = ticket
-        microbatch.stage = stage
-        microbatch.device = microbatch.batch.stage_device[stage]
-
-    def _ticket(self, microbatch: Microbatch, stage: int) -> tuple[int, Action]:
-        batch = microbatch.batch
-        return batch.number, Action(batch.stage_kind[stage], stage, microbatch.index)
-
-    def _leave_ticket(self, microbatch: Microbatch) -> None:
-        if microbatch.ticket is not None:
-            self.turnstiles.leave(microbatch.ticket)
-            microbatch.ticket = None
-
-    def _skip_to(self, microbatch: Microbatch, stage: int) -> None:
-        """Gives up the turns of the stages before ``stage``: the microbatch has nothing to do in them."""
-        for skipped in range(microbatch.stage + 1, stage):
-            self.turnstiles.leave(self._ticket(microbatch, skipped))
-        microbatch.stage = max(microbatch.stage, stage - 1)
-
-    def _pass_remaining(self, microbatch: Microbatch) -> None:
-        plan = microbatch.batch.plan
-        if plan is not None:
-            self._leave_ticket(microbatch)
-            self._skip_to(microbatch, plan.partition.stage_count())
 
     # -- the baton, and what is swapped with it --------------------------------------------------------------------
 
@@ -816,14 +566,7 @@ class Pipeline(CallOwner):
         else:
             everything = batch.records or self._swaps_everything
             seed_all(derive_seed(self.seed, batch.seed_step, microbatch.index, -1), everything=everything)
-        if microbatch.first_take and not batch.serial:
-            microbatch.attributes.update(batch.private_before)
-        microbatch.first_take = False
-        for (module, name), value in microbatch.attributes.items():
-            _put(module, name, value)
-        microbatch.seen = [(module, dict(module.__dict__)) for module in self._watched(batch)]
-        if batch.records:
-            microbatch.contents = _contents_of_containers(self._outside_modules)
+        self.attributes.put(microbatch)
 
     def _release_baton(self, microbatch: Microbatch) -> None:
         if microbatch.place is None:
@@ -835,54 +578,9 @@ class Pipeline(CallOwner):
                 self._swaps_everything = not state.same_outside_torch(microbatch.random_state)
             microbatch.random_state = state
             self._left_random_state = state.torch_cpu
-            self._note_attributes(microbatch)
+            self.attributes.note(microbatch)
         self.baton.release(microbatch.place)
         microbatch.place = None
-
-    def _watched(self, batch: Batch) -> Collection[nn.Module]:
-        """The modules whose attributes the code between layers may set: those that are in no layer, and (as the first
-        batch has shown) some that are."""
-        return list(self.root.modules()) if batch.records else [*self._outside_modules, *self._set_from_outside]
-
-    def _note_attributes(self, microbatch: Microbatch) -> None:
-        """What the code between layers has set on modules belongs to the microbatch: it finds it there again."""
-        for module, before in microbatch.seen:
-            now = module.__dict__
-            if same_items(now, before):
-                continue
-            for name in {**before, **now}:
-                if now.get(name, _MISSING) is not before.get(name, _MISSING):
-                    microbatch.attributes[module, name] = now.get(name, _MISSING)
-                    microbatch.settings[module, name] += 1
-                    if module not in self._outside_modules:
-                        self._set_from_outside[module] = None
-        if microbatch.batch.records and _gradients_were_put_in(microbatch.contents):
-            self.run_serially("the step puts tensors with gradients into a list or dict of a module's")
-        microbatch.seen = []
-        microbatch.contents = []
-
-    def _note_private_attributes(self, microbatch: Microbatch, before: dict[nn.Module, dict[str, Any]]) -> None:
-        """First batch: attributes that a step sets and in the end leaves as they were, such as ``training`` or a
-        counter of calls. Each microbatch gets its own from the start."""
-        for module, name in microbatch.attributes:
-            restored = _same_value(before[module].get(name, _MISSING), module.__dict__.get(name, _MISSING))
-            self._private[module, name] = restored and self._private.get((module, name), True)
-            if not restored and microbatch.settings[module, name] > 1 and _is_number(module.__dict__.get(name)):
-                self.run_serially(f"the step counts on in {type(module).__name__}.{name} between layers")
-
-    def _set_attribute(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
-        """Sets what a layer set in its forward; each microbatch sees its own."""
-        module.__dict__[name] = value
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.left_in_batch = microbatch.batch.number  # type: ignore[attr-defined]
-        if microbatch.batch.microbatches > 1:
-            microbatch.attributes[module, name] = value
-
-    def _leave_attributes(self, batch: Batch) -> None:
-        """After the batch, attributes are as if the microbatches had run one after the other."""
-        for microbatch in batch.runs:
-            for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
-                _put(module, name, value)
 
     # -- parameters and gradients ----------------------------------------------------------------------------------
 
@@ -976,74 +674,14 @@ class Pipeline(CallOwner):
             self._finish_unit(microbatch, unit)
 
 
-class _Thread:
-    """A thread that runs what it is given, in order."""
-
-    def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work_off, args=(self._work,), name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
-
-    def close(self) -> None:
-        self._work.put(None)
-        self._thread.join()
-
-
-def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (item := work.get()) is not None:
-        item()
-        del item
-
-
 def _start(microbatch: int) -> Action:
     """The turn to begin with the step."""
     return Action("F", -1, microbatch)
 
 
-def _repeated(sequences: Sequence[Sequence[int]]) -> set[int]:
-    """What occurs several times in one of the sequences."""
-    return {item for sequence in sequences for item, count in Counter(sequence).items() if count > 1}
-
-
 def _serial(microbatch: int, backward: bool) -> Action:
     """The turns of the warm-up batch."""
     return Action("B" if backward else "F", int(backward), microbatch)
-
-
-def _put(module: nn.Module, name: str, value: Any) -> None:
-    if value is _MISSING:
-        module.__dict__.pop(name, None)
-    else:
-        module.__dict__[name] = value
-
-
-def _same_value(a: Any, b: Any) -> bool:
-    return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b)
-
-
-def _contents_of_containers(modules: Iterable[nn.Module]) -> list[tuple[Any, list[Any]]]:
-    return [
-        (value, list(value.values() if isinstance(value, dict) else value))
-        for module in modules
-        for name, value in module.__dict__.items()
-        if type(value) in (list, dict, set) and name not in ("_parameters", "_buffers", "_modules")
-    ]
-
-
-def _gradients_were_put_in(contents: list[tuple[Any, list[Any]]]) -> bool:
-    for container, before in contents:
-        known = {id(item) for item in before}
-        for item in container.values() if isinstance(container, dict) else container:
-            if id(item) not in known and any(tensor.requires_grad for tensor in tensors(item)):
-                return True
-    return False
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 @contextmanager
@@ -1073,22 +711,3 @@ def _run_forward_hooks(layer: Layer, index: int, args: tuple[Any, ...], kwargs: 
                 " module's output, which is not supported there. Put the hook on the layer itself, or keep the layer"
                 " out of the pipeline with RoundPipeStrategy(layers=...)."
             )
-
-
-def merge_sequences(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """A sequence that has both as subsequences, so that every call of either has its place in it."""
-    if not a or _is_subsequence(a, b):
-        return b
-    if _is_subsequence(b, a):
-        return a
-    merged: list[int] = []
-    for tag, a_start, a_stop, b_start, b_stop in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
-        merged += a[a_start:a_stop]
-        if tag != "equal":
-            merged += b[b_start:b_stop]
-    return tuple(merged)
-
-
-def _is_subsequence(a: Sequence[int], b: Sequence[int]) -> bool:
-    rest = iter(b)
-    return all(item in rest for item in a)

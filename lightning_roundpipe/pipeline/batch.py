@@ -1,0 +1,140 @@
+"""One batch in flight, and what belongs to each of its microbatches."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.pipeline.interception import OutsideParameters
+from lightning_roundpipe.pipeline.plan import Plan
+from lightning_roundpipe.pipeline.replica import NormStatistics
+from lightning_roundpipe.pipeline.rng import RandomState
+from lightning_roundpipe.pipeline.tape import Call
+from lightning_roundpipe.pipeline.turnstile import Monitor
+from lightning_roundpipe.schedules import Action
+from lightning_roundpipe.schedules.schedule import Kind
+from lightning_roundpipe.state.gradients import BatchGradients
+from lightning_roundpipe.state.parameters import Unit
+
+
+class Microbatch:
+    """What belongs to one microbatch of one batch."""
+
+    def __init__(self, batch: "Batch", index: int) -> None:
+        self.batch = batch
+        self.index = index
+        self.calls: list[Call] = []
+        self.sequence: list[int] = []
+        self.position = 0
+        self.stage = -1
+        """The last stage that was entered, forward and backward stages counted on."""
+        self.ticket: tuple[int, Action] | None = None
+        self.device = 0
+        self.place: threading.Condition | None = None
+        self.in_backward = False
+        self.token = torch.empty(0, requires_grad=True)
+        self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self.random_state: RandomState | None = None
+        self.attributes: dict[tuple[nn.Module, str], Any] = {}
+        """What this microbatch has set on modules."""
+        self.first_take = True
+        """Whether it has not had the baton yet."""
+        self.before: dict[nn.Module, dict[str, Any]] = {}
+        """First batch: all attributes before the step."""
+        self.contents: list[tuple[Any, list[Any]]] = []
+        """First batch: lists and dicts on modules, and what was in them when it took the baton."""
+        self.settings: Counter[tuple[nn.Module, str]] = Counter()
+        """In how many stretches of code between layers it did so."""
+        self.seen: list[tuple[nn.Module, dict[str, Any]]] = []
+        """The attributes of modules when it took the baton."""
+        self.norm_statistics: list[NormStatistics] = []
+        self.calls_left: dict[Unit, int] = {}
+        self.units_left: set[Unit] = set()
+        self.where = ""
+        self.phase = "forward"
+        self.mode: OutsideParameters | None = None
+
+    @property
+    def label(self) -> str:
+        return f"microbatch {self.index + 1} of {self.batch.microbatches}"
+
+
+class Batch:
+    """One batch in flight."""
+
+    def __init__(
+        self,
+        monitor: Monitor,
+        number: int,
+        seed_step: int,
+        weights: Sequence[float],
+        scale: Callable[[], float],
+        deferred: bool,
+        plan: Plan | None,
+        records: bool,
+        gradients: BatchGradients,
+        version: int,
+    ) -> None:
+        self._monitor = monitor
+        self.number = number
+        self.seed_step = seed_step
+        self.weights = weights
+        self.microbatches = len(weights)
+        self.scale = scale
+        self.deferred = deferred
+        self.plan = plan
+        self.records = records
+        """Whether this is the first batch, which shows what the layers are like."""
+        self.gradients = gradients
+        self.version = version
+        self.released = not deferred
+        self.losses: list[Tensor | None] = [None] * self.microbatches
+        self.runs: list[Microbatch | None] = [None] * self.microbatches
+        self.stage_device: dict[int, int] = {}
+        self.stage_kind: dict[int, Kind] = {}
+        self.private_before: dict[tuple[nn.Module, str], Any] = {}
+        """Attributes that each microbatch has for itself, as they were before the batch."""
+        self.used_outside: set[int] = set()
+        """Parameters, by id, that the code between layers used."""
+        self._forwards_left = self.microbatches
+        self._threads_left = self.microbatches
+        self._changed = monitor.condition()
+
+    @property
+    def serial(self) -> bool:
+        """Whether the microbatches run one after the other."""
+        return self.plan is None
+
+    def wait_forward(self) -> None:
+        """Waits until every loss is known."""
+        with self._monitor.lock:
+            self._monitor.wait_for(self._changed, lambda: self._forwards_left == 0, self.number)
+
+    def wait_all(self) -> None:
+        """Waits until every microbatch's backward is done and its gradients are in the sums."""
+        with self._monitor.lock:
+            self._monitor.wait_for(self._changed, lambda: self._threads_left == 0, self.number)
+
+    def release(self, scale: float) -> None:
+        """Lets the backward of a deferred batch begin, with this gradient of the loss."""
+        self.scale = lambda: scale
+        with self._monitor.lock:
+            self.released = True
+            self._changed.notify_all()
+
+    def wait_released(self) -> None:
+        with self._monitor.lock:
+            self._monitor.wait_for(self._changed, lambda: self.released, self.number)
+
+    def forward_done(self) -> None:
+        with self._monitor.lock:
+            self._forwards_left -= 1
+            self._changed.notify_all()
+
+    def thread_done(self) -> None:
+        with self._monitor.lock:
+            self._threads_left -= 1
+            self._changed.notify_all()

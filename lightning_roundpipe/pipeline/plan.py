@@ -1,0 +1,88 @@
+"""Which layer calls are expected of a microbatch, and the stages that they make."""
+
+import bisect
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from lightning_roundpipe.schedules import Partition, balance
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The expected layer calls of a microbatch, and the stages they make."""
+
+    calls: tuple[int, ...]
+    """Layer indices in call order."""
+    partition: Partition
+    positions: dict[int, list[int]]
+    forward_stage: tuple[int, ...]
+    backward_stage: tuple[int, ...]
+
+    @classmethod
+    def make(cls, calls: Sequence[int], forward: Sequence[float], backward: Sequence[float], fused: bool) -> "Plan":
+        partition = balance(forward, backward, fused=fused)
+        positions: dict[int, list[int]] = {}
+        for position, layer in enumerate(calls):
+            positions.setdefault(layer, []).append(position)
+        offset = len(partition.forward)
+        forward_stage = [offset] * len(calls)
+        for stage, range_ in enumerate(partition.forward):
+            for position in range_:
+                forward_stage[position] = stage
+        backward_stage = [offset] * len(calls)
+        for number, range_ in enumerate(partition.backward):
+            for position in range_:
+                backward_stage[position] = offset + number
+        return cls(tuple(calls), partition, positions, tuple(forward_stage), tuple(backward_stage))
+
+    def locate(self, layer: int, start: int) -> int | None:
+        """The first position of the layer from ``start`` on."""
+        positions = self.positions.get(layer, [])
+        i = bisect.bisect_left(positions, start)
+        return positions[i] if i < len(positions) else None
+
+    @property
+    def fused_stage(self) -> int | None:
+        return len(self.partition.forward) if self.partition.fused and self.partition.backward else None
+
+
+@dataclass(slots=True)
+class Costs:
+    """Measured seconds per layer: the mean over its calls, the first batch left out."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.seconds += seconds
+        self.calls += 1
+
+    @property
+    def mean(self) -> float:
+        return self.seconds / self.calls if self.calls else 0.0
+
+
+def merge_sequences(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """A sequence that has both as subsequences, so that every call of either has its place in it."""
+    if not a or _is_subsequence(a, b):
+        return b
+    if _is_subsequence(b, a):
+        return a
+    merged: list[int] = []
+    for tag, a_start, a_stop, b_start, b_stop in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        merged += a[a_start:a_stop]
+        if tag != "equal":
+            merged += b[b_start:b_stop]
+    return tuple(merged)
+
+
+def _is_subsequence(a: Sequence[int], b: Sequence[int]) -> bool:
+    rest = iter(b)
+    return all(item in rest for item in a)
+
+
+def repeated(sequences: Sequence[Sequence[int]]) -> set[int]:
+    """What occurs several times in one of the sequences."""
+    return {item for sequence in sequences for item, count in Counter(sequence).items() if count > 1}

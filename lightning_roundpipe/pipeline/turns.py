@@ -1,0 +1,87 @@
+"""A microbatch's way through the stages: which turn it waits for, and when it gives one up."""
+
+from lightning_roundpipe.pipeline.batch import Microbatch
+from lightning_roundpipe.pipeline.tape import Call
+from lightning_roundpipe.pipeline.turnstile import Turnstiles
+from lightning_roundpipe.schedules import Action
+
+
+class Turns:
+    """Takes microbatches from stage to stage, forward only, whatever calls they make.
+
+    Stages that a microbatch does not come to are passed; calls that the plan does not foresee run where it is. So every
+    turn in line is either taken or given up, and no control flow can deadlock.
+    """
+
+    def __init__(self, turnstiles: Turnstiles) -> None:
+        self._turnstiles = turnstiles
+
+    def enter_forward(self, microbatch: Microbatch, call: Call) -> None:
+        """Waits for the turn of the stage that the call belongs to. Finds the call's place in the plan."""
+        plan = microbatch.batch.plan
+        if plan is None:
+            return
+        call.position = plan.locate(call.layer.index, microbatch.position)
+        if call.position is None:
+            return  # unforeseen: runs where the microbatch is
+        microbatch.position = call.position + 1
+        self._enter_stage(microbatch, plan.forward_stage[call.position])
+
+    def leave_forward(self, microbatch: Microbatch, call: Call) -> None:
+        """Ends the turn with the last call of a stage. A fused stage goes on into the backward."""
+        plan = microbatch.batch.plan
+        if plan is None or call.position is None:
+            return
+        stage = plan.forward_stage[call.position]
+        if stage != plan.fused_stage and call.position == plan.partition.forward[stage][-1]:
+            self.leave_ticket(microbatch)
+
+    def enter_backward(self, microbatch: Microbatch, call: Call) -> None:
+        """The same for the call's backward."""
+        plan = microbatch.batch.plan
+        if plan is not None and call.position is not None:
+            self._enter_stage(microbatch, plan.backward_stage[call.position])
+
+    def leave_backward(self, microbatch: Microbatch, call: Call) -> None:
+        """Ends the turn with the backward of the first call of a stage."""
+        plan = microbatch.batch.plan
+        if plan is None or call.position is None:
+            return
+        range_ = plan.partition.backward[plan.backward_stage[call.position] - len(plan.partition.forward)]
+        if call.position == range_.start:
+            self.leave_ticket(microbatch)
+
+    def _enter_stage(self, microbatch: Microbatch, stage: int) -> None:
+        """Goes on to a stage; one that lies behind is not entered again, its calls run where the microbatch is."""
+        if stage <= microbatch.stage:
+            return
+        self.leave_ticket(microbatch)
+        self.skip_to(microbatch, stage)
+        ticket = self._ticket(microbatch, stage)
+        self._turnstiles.enter(ticket)
+        microbatch.ticket = ticket
+        microbatch.stage = stage
+        microbatch.device = microbatch.batch.stage_device[stage]
+
+    def _ticket(self, microbatch: Microbatch, stage: int) -> tuple[int, Action]:
+        batch = microbatch.batch
+        return batch.number, Action(batch.stage_kind[stage], stage, microbatch.index)
+
+    def leave_ticket(self, microbatch: Microbatch) -> None:
+        """Ends the present turn."""
+        if microbatch.ticket is not None:
+            self._turnstiles.leave(microbatch.ticket)
+            microbatch.ticket = None
+
+    def skip_to(self, microbatch: Microbatch, stage: int) -> None:
+        """Gives up the turns of the stages before ``stage``: the microbatch has nothing to do in them."""
+        for skipped in range(microbatch.stage + 1, stage):
+            self._turnstiles.leave(self._ticket(microbatch, skipped))
+        microbatch.stage = max(microbatch.stage, stage - 1)
+
+    def pass_remaining(self, microbatch: Microbatch) -> None:
+        """Gives up all turns that are left: nothing more is to be done."""
+        plan = microbatch.batch.plan
+        if plan is not None:
+            self.leave_ticket(microbatch)
+            self.skip_to(microbatch, plan.partition.stage_count())
