@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
@@ -35,6 +35,7 @@ from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
+from lightning_roundpipe.splitting import LossOf, gather_evidence
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
     OptimizerWorker,
@@ -59,7 +60,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By
             default the repeated blocks of the model and what remains; see :func:`find_layers`.
         split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is
-            not split.
+            not split. ``"auto"``: the first batch decides, by its loss against its microbatches': ``"step"``, with the
+            weighting that fits, or else ``"whole"``, which is right for any loss.
         loss_weight: Weight of a microbatch's loss in the batch's: by number of ``"samples"``, by number of ``"tokens"``
             (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
         background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
@@ -79,7 +81,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["step", "whole"] = "step",
+        split: Literal["auto", "step", "whole"] = "auto",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
@@ -92,8 +94,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             )
         if staleness not in (0, 1):
             raise ValueError(f"`staleness` must be 0 or 1, got {staleness!r}.")
-        if split not in ("step", "whole"):
-            raise ValueError(f"`split` must be 'step' or 'whole', got {split!r}.")
+        if split not in ("auto", "step", "whole"):
+            raise ValueError(f"`split` must be 'auto', 'step' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -109,6 +111,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
         self._batch: Batch | None = None
+        self._decided: tuple[str, Any] | None = None
+        """The split and weighting that the first batch has shown to be right."""
         self._settled = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
@@ -192,6 +196,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._restored = self._last_state = None
         self._fresh_metrics = {}
         self._gradients_unused = False
+        self._decided = None
         self._started = time.perf_counter()
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
@@ -272,8 +277,12 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         sizes = self._sizes(batch)
+        if len(sizes) > 1 and self._decided is None:
+            self._decide(batch, sizes, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
+            sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
-        weights = mb.loss_weights(pieces, sizes, self.loss_weight) if len(pieces) > 1 else [1.0]
+        loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
+        weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
         logging = StepLogging(module, sizes, self._fresh_metrics)
         outputs: list[Any] = [None] * len(pieces)
         plugin = self.precision_plugin
@@ -329,9 +338,61 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def _sizes(self, batch: Any) -> list[int]:
         wanted = self.microbatches or self._device_count() + 1
-        if self.split == "whole" or wanted == 1:
+        mode = self.split if self._decided is None else self._decided[0]
+        if mode == "whole" or wanted == 1:
             return [1]
-        return mb.split_sizes(mb.batch_size(batch), wanted)
+        try:
+            return mb.split_sizes(mb.batch_size(batch), wanted)
+        except mb.UnsplittableBatchError:
+            if self.split == "step":
+                raise
+            return [1]
+
+    def _decide(self, batch: Any, sizes: list[int], step: LossOf) -> None:
+        """How the batches of this fit are split, by the evidence of the first one."""
+        module = self.lightning_module
+        assert module is not None
+
+        def loss_of(part: Any) -> Tensor | None:
+            module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
+            plugin = self.precision_plugin
+            with plugin.train_step_context() if isinstance(plugin, (DoublePrecision, HalfPrecision)) else nullcontext():
+                return step(part)
+
+        self.settle()
+        try:
+            evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+        except Exception as error:  # the step itself will raise it, if it is the step's
+            self._decided = ("step" if self.split == "step" else "whole", self.loss_weight)
+            rank_zero_info(f"roundpipe: whether the batch may be split could not be checked ({error!r}).")
+            return
+        if evidence is None:
+            return  # a later batch will tell
+        wanted = self.loss_weight
+        if not isinstance(wanted, str) and evidence.fits:
+            self._decided = ("step", wanted)
+        elif evidence.fits:
+            fitting = wanted if wanted in evidence.fits and wanted != "samples" else evidence.fits[0]
+            if "tokens" in evidence.fits and wanted == "samples":
+                fitting = "tokens"  # the same as samples where every sample has as many; right where not
+            self._decided = ("step", wanted if self.split == "step" else fitting)
+        else:
+            self._decided = ("step" if self.split == "step" else "whole", wanted)
+        if self.split == "step" and not (evidence.fits and (not isinstance(wanted, str) or wanted in evidence.fits)):
+            remedy = (
+                f"With loss_weight={evidence.fits[0]!r} it would be."
+                if evidence.fits
+                else "The loss couples the samples of a batch; with split='auto' or 'whole' it would be right."
+            )
+            rank_zero_warn(f"roundpipe: the gradient is not that of the whole batch: {evidence.describe()}. {remedy}")
+        elif self.split == "auto":
+            split, weight = self._decided
+            how = (
+                f"split='step', loss_weight={weight!r}"
+                if split == "step"
+                else "split='whole' (the loss couples samples)"
+            )
+            rank_zero_info(f"roundpipe: {how}: {evidence.describe()}.")
 
     def _merge_outputs(
         self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float
