@@ -27,17 +27,18 @@ class ModuleAttributes:
     """
 
     def __init__(self, root: nn.Module, layers: Iterable[Layer], run_serially: Callable[[str], None]) -> None:
-        inside = {module for layer in layers for module in layer.modules}
-        self._root = root
-        self._outside = dict.fromkeys(module for module in root.modules() if module not in inside)
-        self._inside: dict[nn.Module, None] = {}
+        # By id, for a metric's hash follows its state.
+        self._modules = {id(module): module for module in root.modules()}
+        inside = {id(module) for layer in layers for module in layer.modules}
+        self._outside = {number: module for number, module in self._modules.items() if number not in inside}
+        self._inside: dict[int, nn.Module] = {}
         """Modules within layers whose attributes the code between layers sets, as the first batch has shown."""
-        self._private: dict[tuple[nn.Module, str], bool] = {}
+        self._private: dict[tuple[int, str], bool] = {}
         self._run_serially = run_serially
 
     def begin_batch(self, batch: Batch) -> None:
         batch.private_before = {
-            (module, name): module.__dict__.get(name, _MISSING)
+            (module, name): self._modules[module].__dict__.get(name, _MISSING)
             for (module, name), private in self._private.items()
             if private
         }
@@ -47,16 +48,16 @@ class ModuleAttributes:
         batch = microbatch.batch
         if microbatch.first_take:
             if batch.records:
-                microbatch.before = {module: dict(module.__dict__) for module in self._root.modules()}
+                microbatch.before = {number: dict(module.__dict__) for number, module in self._modules.items()}
             elif not batch.serial:
                 microbatch.attributes.update(batch.private_before)
             microbatch.first_take = False
         for (module, name), value in microbatch.attributes.items():
-            _put(module, name, value)
-        watched = self._root.modules() if batch.records else (*self._outside, *self._inside)
+            _put(self._modules[module], name, value)
+        watched = self._modules.values() if batch.records else (*self._outside.values(), *self._inside.values())
         microbatch.seen = [(module, dict(module.__dict__)) for module in watched]
         if batch.records:
-            microbatch.contents = _contents_of_containers(self._outside)
+            microbatch.contents = _contents_of_containers(self._outside.values())
 
     def note(self, microbatch: Microbatch) -> None:
         """The microbatch gives the baton up."""
@@ -66,10 +67,10 @@ class ModuleAttributes:
                 continue
             for name in {**before, **now}:
                 if now.get(name, _MISSING) is not before.get(name, _MISSING):
-                    microbatch.attributes[module, name] = now.get(name, _MISSING)
-                    microbatch.settings[module, name] += 1
-                    if module not in self._outside:
-                        self._inside[module] = None
+                    microbatch.attributes[id(module), name] = now.get(name, _MISSING)
+                    microbatch.settings[id(module), name] += 1
+                    if id(module) not in self._outside:
+                        self._inside[id(module)] = module
         if microbatch.batch.records and _gradients_were_put_in(microbatch.contents):
             self._run_serially("the step puts tensors with gradients into a list or dict of a module's")
         microbatch.seen = []
@@ -78,11 +79,13 @@ class ModuleAttributes:
     def end_step(self, microbatch: Microbatch) -> None:
         """First batch: finds attributes that a step sets and in the end leaves as they were, such as ``training`` or a
         counter of calls. Each microbatch gets its own from the start."""
-        for module, name in microbatch.attributes:
-            restored = _same_value(microbatch.before[module].get(name, _MISSING), module.__dict__.get(name, _MISSING))
-            self._private[module, name] = restored and self._private.get((module, name), True)
-            if not restored and microbatch.settings[module, name] > 1 and _is_number(module.__dict__.get(name)):
-                self._run_serially(f"the step counts on in {type(module).__name__}.{name} between layers")
+        for (number, name), stretches in microbatch.settings.items():
+            now = self._modules[number].__dict__.get(name, _MISSING)
+            restored = _same_value(microbatch.before[number].get(name, _MISSING), now)
+            self._private[number, name] = restored and self._private.get((number, name), True)
+            if stretches > 1 and not restored and number in self._outside and _may_be_a_sum(now):
+                kind = type(self._modules[number]).__name__
+                self._run_serially(f"the step goes on counting in {kind}.{name} between layers")
         microbatch.before = {}
 
     def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
@@ -91,13 +94,13 @@ class ModuleAttributes:
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.left_in_batch = microbatch.batch.number  # type: ignore[attr-defined]
         if microbatch.batch.microbatches > 1:
-            microbatch.attributes[module, name] = value
+            microbatch.attributes[id(module), name] = value
 
     def end_batch(self, batch: Batch) -> None:
         """Leaves attributes as if the microbatches had run one after the other."""
         for microbatch in batch.runs:
             for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
-                _put(module, name, value)
+                _put(self._modules[module], name, value)
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
@@ -129,5 +132,7 @@ def _gradients_were_put_in(contents: list[tuple[Any, list[Any]]]) -> bool:
     return False
 
 
-def _is_number(value: Any) -> bool:
+def _may_be_a_sum(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not value.requires_grad
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -38,15 +38,15 @@ class Microbatch:
         self.token = torch.empty(0, requires_grad=True)
         self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.random_state: RandomState | None = None
-        self.attributes: dict[tuple[nn.Module, str], Any] = {}
-        """What this microbatch has set on modules."""
+        self.attributes: dict[tuple[int, str], Any] = {}
+        """What this microbatch has set on modules: by the module's id and the attribute's name."""
         self.first_take = True
         """Whether it has not had the baton yet."""
-        self.before: dict[nn.Module, dict[str, Any]] = {}
+        self.before: dict[int, dict[str, Any]] = {}
         """First batch: all attributes before the step."""
         self.contents: list[tuple[Any, list[Any]]] = []
         """First batch: lists and dicts on modules, and what was in them when it took the baton."""
-        self.settings: Counter[tuple[nn.Module, str]] = Counter()
+        self.settings: Counter[tuple[int, str]] = Counter()
         """In how many stretches of code between layers it did so."""
         self.seen: list[tuple[nn.Module, dict[str, Any]]] = []
         """The attributes of modules when it took the baton."""
@@ -95,7 +95,7 @@ class Batch:
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.stage_device: dict[int, int] = {}
         self.stage_kind: dict[int, Kind] = {}
-        self.private_before: dict[tuple[nn.Module, str], Any] = {}
+        self.private_before: dict[tuple[int, str], Any] = {}
         """Attributes that each microbatch has for itself, as they were before the batch."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""

@@ -169,7 +169,9 @@ class Pipeline(CallOwner):
         try:
             for index, step in enumerate(steps):
                 context = contextvars.copy_context()
-                self._threads[index].submit(partial(context.run, self._run_microbatch, batch, index, step))
+                self._threads[index].submit(
+                    partial(context.run, self._run_microbatch, batch, index, step), then=batch.thread_done
+                )
             self.until(batch.wait_forward)
             if (batch.serial and not deferred) or self._draws_on_the_host():
                 self.until(batch.wait_all)
@@ -354,7 +356,6 @@ class Pipeline(CallOwner):
             self._finish_units(microbatch)
             if batch.serial:
                 self.turnstiles.leave((batch.number, _serial(index, True)))
-            batch.thread_done()
         except Cancelled:
             pass  # the thread that failed holds the error
         except BaseException as error:

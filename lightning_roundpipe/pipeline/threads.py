@@ -3,25 +3,33 @@
 import queue
 import threading
 from collections.abc import Callable
+from typing import TypeAlias
+
+Work: TypeAlias = Callable[[], None]
 
 
 class WorkThread:
-    """A thread that runs what it is given, in order."""
+    """A thread that runs what it is given, in order. Work must not raise."""
 
     def __init__(self, name: str) -> None:
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Work, Work] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work_off, args=(self._work,), name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, work: Callable[[], None]) -> None:
-        self._work.put(work)
+    def submit(self, work: Work, then: Work) -> None:
+        """Runs ``work``, drops every reference to it, and runs ``then``."""
+        self._work.put((work, then))
 
     def close(self) -> None:
         self._work.put(None)
         self._thread.join()
 
 
-def _work_off(work: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
-    while (item := work.get()) is not None:
-        item()
+def _work_off(queue_: "queue.SimpleQueue[tuple[Work, Work] | None]") -> None:
+    while (item := queue_.get()) is not None:
+        work, then = item
         del item
+        work()
+        del work
+        then()
+        del then

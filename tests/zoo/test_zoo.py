@@ -28,7 +28,12 @@ def table() -> Iterator[dict[str, Row]]:
     rows: dict[str, Row] = {}
     yield rows
     if rows.keys() == ZOO.keys():
-        facts = {"steps": len(SIZES), "devices": DEVICES, "microbatches": MICROBATCHES, "tolerance": TOLERANCE}
+        facts = {
+            "steps": len(SIZES),
+            "devices": DEVICES,
+            "microbatches": MICROBATCHES,
+            "tolerance": f"{TOLERANCE:.0e}".replace("e-0", "e-"),
+        }
         sizes = f"{', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]}"
         PATH.write_text(page([rows[name] for name in ZOO], sizes=sizes, **facts), encoding="utf-8")
 
