@@ -7,6 +7,7 @@ buffers, attributes and parameters is undone.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -53,7 +54,7 @@ def gather_evidence(
         wanted: The weighting that was asked for; it is tried first.
 
     Returns:
-        None where the loss says nothing: there is none, or it is not finite.
+        None where the loss says nothing: there is none, or it is zero or not finite.
     """
     probes = [batch]
     if (masked := _with_labels_masked(batch)) is not None:
@@ -77,6 +78,8 @@ def gather_evidence(
             terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
             parts[name] = sum(terms)
             scale = max(abs(float(whole)), sum(map(abs, terms)))
+            if scale == 0:  # every weighting fits a loss of zero
+                return None
             if abs(parts[name] - float(whole)) > tolerance * scale:
                 del fits[name]
         if evidence is None or not fits:
@@ -106,11 +109,13 @@ def _with_labels_masked(batch: Any) -> Any | None:
     for name in LABEL_FIELDS:
         labels = batch[name] if name in batch else None  # noqa: SIM401  (BatchEncoding.get knows no default)
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim >= 2 and labels.shape[1] > 2:
-            return map_tree(lambda leaf, labels=labels: _half_masked(leaf) if leaf is labels else leaf, batch)
+            return map_tree(partial(_masking, labels), batch)
     return None
 
 
-def _half_masked(labels: Tensor) -> Tensor:
+def _masking(labels: Tensor, leaf: Any) -> Any:
+    if leaf is not labels:
+        return leaf
     masked = labels.clone()
     masked[0, labels.shape[1] // 2 :] = IGNORED_LABEL
     return masked

@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
@@ -81,7 +81,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["auto", "step", "whole"] = "auto",
+        split: Literal["step", "whole", "auto"] = "step",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
@@ -277,9 +277,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         sizes = self._sizes(batch)
-        if len(sizes) > 1 and self._decided is None:
+        if len(sizes) > 1 and self._decided is None and self.split == "auto":
             self._decide(batch, sizes, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
-            sizes = self._sizes(batch)
+            sizes = self._sizes(batch) if self._decided is not None else [1]
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
@@ -338,8 +338,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def _sizes(self, batch: Any) -> list[int]:
         wanted = self.microbatches or self._device_count() + 1
-        mode = self.split if self._decided is None else self._decided[0]
-        if mode == "whole" or wanted == 1:
+        if self.split == "whole" or wanted == 1 or (self._decided is not None and self._decided[0] == "whole"):
             return [1]
         try:
             return mb.split_sizes(mb.batch_size(batch), wanted)
@@ -363,36 +362,20 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         try:
             evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
         except Exception as error:  # the step itself will raise it, if it is the step's
-            self._decided = ("step" if self.split == "step" else "whole", self.loss_weight)
+            self._decided = ("whole", self.loss_weight)
             rank_zero_info(f"roundpipe: whether the batch may be split could not be checked ({error!r}).")
             return
         if evidence is None:
             return  # a later batch will tell
-        wanted = self.loss_weight
-        if not isinstance(wanted, str) and evidence.fits:
-            self._decided = ("step", wanted)
-        elif evidence.fits:
-            fitting = wanted if wanted in evidence.fits and wanted != "samples" else evidence.fits[0]
-            if "tokens" in evidence.fits and wanted == "samples":
-                fitting = "tokens"  # the same as samples where every sample has as many; right where not
-            self._decided = ("step", wanted if self.split == "step" else fitting)
-        else:
-            self._decided = ("step" if self.split == "step" else "whole", wanted)
-        if self.split == "step" and not (evidence.fits and (not isinstance(wanted, str) or wanted in evidence.fits)):
-            remedy = (
-                f"With loss_weight={evidence.fits[0]!r} it would be."
-                if evidence.fits
-                else "The loss couples the samples of a batch; with split='auto' or 'whole' it would be right."
-            )
-            rank_zero_warn(f"roundpipe: the gradient is not that of the whole batch: {evidence.describe()}. {remedy}")
-        elif self.split == "auto":
-            split, weight = self._decided
-            how = (
-                f"split='step', loss_weight={weight!r}"
-                if split == "step"
-                else "split='whole' (the loss couples samples)"
-            )
-            rank_zero_info(f"roundpipe: {how}: {evidence.describe()}.")
+        if not evidence.fits:
+            self._decided = ("whole", self.loss_weight)
+            rank_zero_info(f"roundpipe: split='whole', because the loss couples samples: {evidence.describe()}.")
+            return
+        # The one asked for is tried first. Where means over tokens and over samples agree, tokens agree with later
+        # batches, too, whose samples have different numbers of them.
+        best = "tokens" if self.loss_weight == "samples" and "tokens" in evidence.fits else evidence.fits[0]
+        self._decided = ("step", self.loss_weight if callable(self.loss_weight) else best)
+        rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(
         self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float

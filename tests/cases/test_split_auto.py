@@ -1,44 +1,29 @@
-"""Losses and batches that cannot be cut per sample: the default arguments find the right way by themselves."""
+"""split="auto": losses and batches that cannot be cut per sample find the right way by themselves."""
 
 from __future__ import annotations
 
-import warnings
+import logging
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torchmetrics import MeanMetric
 
-from .common import PIPELINES, AtBatchEnd, Net, Way, X, col, fit, in_every_way, lin, near, sgd, weights
+from .common import PLAIN, Net, Way, X, col, fit, in_every_way, in_few_pipelines, lin, near, sgd, weights
 
-cut_pipelines = pytest.mark.parametrize("way", [way for way in PIPELINES if way.microbatches > 1], ids=str)
-
-
-class SumLoss(Net):
-    """Three layers under a loss that is a sum over samples; keeps the gradients."""
-
-    def __init__(self) -> None:
-        super().__init__(lin(2), lin(3), lin(5), loss=lambda module, batch: module.net(batch).sum(), optimizer=sgd(0.0))
-        self.seen: list[float] = []
-
-    def on_after_backward(self) -> None:
-        self.seen = [parameter.grad.item() for parameter in self.parameters()]
+AUTO = {"split": "auto"}
+EIGHT = col(1, 2, 3, 4, 5, 6, 7, 8)
 
 
 @in_every_way
 def test_a_sum_loss_is_found_to_be_one(way: Way) -> None:
-    """A sum over samples treated as a mean: gradients a quarter of what they should be."""
-    module, losses = SumLoss(), AtBatchEnd()
-    fit(module, [X], way, callbacks=[losses])
-    assert module.seen == near([180.0, 120.0, 72.0])
-    assert losses.seen == near([360.0])
-
-
-@cut_pipelines
-def test_a_sum_loss_weighted_by_samples_draws_a_warning(way: Way) -> None:
-    """Wrong gradients without a word, when the user fixed splitting and weights."""
-    with pytest.warns(UserWarning, match="loss_weight=.sum."):
-        fit(SumLoss(), [X], way, strategy={"split": "step", "loss_weight": "samples"})
+    """A sum over samples treated as a mean: an update a quarter of what it should be."""
+    module = Net(lin(2), lin(3), lin(5), loss=lambda module, batch: module.net(batch).sum(), optimizer=sgd(0.001))
+    fit(module, [X], way, strategy=AUTO)
+    assert weights(module) == near([2 - 0.18, 3 - 0.12, 5 - 0.072])
 
 
 def variance(module: Net, batch: Tensor) -> Tensor:
@@ -50,50 +35,111 @@ def contrast(module: Net, batch: Tensor) -> Tensor:
     return cross_entropy(logits, torch.arange(len(batch)))
 
 
-by_default_and_at_the_model_call = pytest.mark.parametrize(
-    "strategy", [{}, {"split": "model"}], ids=["default", "model"]
-)
-
-
-@by_default_and_at_the_model_call
 @in_every_way
-def test_the_variance_over_a_batch(way: Way, strategy: dict) -> None:
+def test_the_variance_over_a_batch(way: Way) -> None:
     """Microbatches of equal rows have no variance, so no gradient at all."""
     module = Net(lin(1), loss=variance, optimizer=sgd(0.1))
-    fit(module, [col(0, 0, 2, 2)], way, strategy=strategy)
+    fit(module, [col(0, 0, 2, 2)], way, strategy=AUTO)
     assert weights(module) == near([0.8])
 
 
-@by_default_and_at_the_model_call
 @in_every_way
-def test_a_contrastive_loss_over_a_batch(way: Way, strategy: dict) -> None:
+def test_a_contrastive_loss_over_a_batch(way: Way) -> None:
     """Each sample contrasted with its own microbatch only."""
     module = Net(lin(1), loss=contrast, optimizer=sgd(0.1))
-    fit(module, [col(0, 1, 2, 3)], way, strategy=strategy)
+    fit(module, [col(0, 1, 2, 3)], way, strategy=AUTO)
     assert weights(module) == near([0.9243703])
-
-
-@pytest.mark.parametrize("loss", [variance, contrast], ids=["variance", "contrast"])
-@cut_pipelines
-def test_a_loss_that_couples_samples_draws_a_warning_when_the_step_is_split(way: Way, loss) -> None:
-    """Wrong gradients without a word, when the user fixed splitting to the step."""
-    module = Net(lin(1), loss=loss, optimizer=sgd(0.1))
-    with pytest.warns(UserWarning, match="couples"):
-        fit(module, [col(0, 0, 2, 2) if loss is variance else col(0, 1, 2, 3)], way, strategy={"split": "step"})
 
 
 @in_every_way
 def test_tensors_of_different_length_run_whole(way: Way) -> None:
-    """A ragged batch cut into its tensors: a mean of means."""
-    module = Net(lin(0), loss=lambda module, batch: module.net(torch.cat(batch)).mean())
-    fit(module, [[col(1), col(2, 2), col(3, 3, 3)]], way)
-    assert weights(module) == near([-14 / 6])
+    """A ragged batch cut into its tensors: a mean of means. The first loss, zero, tells nothing."""
+    module = Net(lin(0), loss=lambda module, batch: module.net(torch.cat(batch)).mean(), optimizer=sgd(1.0))
+    fit(module, [[col(1), col(2, 2), col(3, 3, 3)]] * 3, way, strategy=AUTO)
+    assert weights(module) == near([-7.0])
 
 
 @in_every_way
-def test_a_mean_loss_draws_no_warning(way: Way) -> None:
-    """A warning where nothing is wrong."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(Net(lin(0)), [X], way)
-    assert not [w for w in caught if "loss_weight" in str(w.message) or "couples" in str(w.message)]
+def test_a_batch_that_cannot_be_cut_runs_whole(way: Way) -> None:
+    """An error, where the batch could have been run as it is."""
+    module = Net(lin(0), loss=lambda module, batch: module.net(batch["x"].reshape(1, 1)).mean())
+    fit(module, [{"x": torch.tensor(3.0), "name": "a"}], way, strategy=AUTO)
+    assert weights(module) == near([-3.0])
+
+
+def token_mean(module: Net, batch: dict[str, Tensor]) -> Tensor:
+    logits = module.net(batch["x"]).squeeze(-1)
+    counted = batch["labels"] != -100
+    return (logits - batch["labels"])[counted].square().mean()
+
+
+@in_few_pipelines
+def test_a_mean_over_tokens_of_padded_batches(way: Way) -> None:
+    """The first batch is not padded, so a mean over samples fits it as well; the second one is."""
+    labels = torch.arange(12).reshape(4, 3)
+    padded = labels.clone()
+    padded[0, 1:] = padded[3, 2:] = -100
+    x = torch.linspace(-1, 1, 12).reshape(4, 3, 1)
+    batches = [{"x": x, "labels": labels}, {"x": x, "labels": padded}]
+    module, plain = (Net(lin(1), loss=token_mean, optimizer=sgd(0.1)) for _ in range(2))
+    fit(module, batches, way, strategy=AUTO)
+    fit(plain, batches, PLAIN)
+    assert weights(module) == near(weights(plain))
+
+
+class LeavesTraces(Net):
+    """Does everything in a step that an extra run could spoil."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(1), lin(1), nn.Dropout(0.5), lin(2), optimizer=sgd(0.1))
+        self.teacher = lin(1).requires_grad_(False)
+        self.metric = MeanMetric()
+        self.seen: list[int] = []
+        self.steps = 0
+        self.noise = 0.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.seen.append(len(batch))
+        self.steps += 1
+        self.noise = float(torch.rand(()))
+        self.metric.update(batch)
+        self.teacher.weight.data.mul_(2)
+        with torch.no_grad():
+            self.teacher.weight.add_(1)
+        loss = self.net(batch).mean()
+        self.log("loss", loss)
+        return loss
+
+
+@in_few_pipelines
+def test_the_extra_run_leaves_no_trace(way: Way) -> None:
+    """Counters, lists, metrics, buffers, parameters or random numbers of the first batch that were touched twice."""
+    results = []
+    for strategy in ({"split": "step"}, AUTO):
+        torch.manual_seed(7)
+        module = LeavesTraces()
+        fit(module, [EIGHT, EIGHT], way, strategy=strategy)
+        state = {name: value.clone() for name, value in module.state_dict().items()}
+        results.append((state, module.seen, module.steps, module.noise, module.metric.compute(), torch.rand(3)))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Net(lin(1), optimizer=sgd(0.1)), "split='step', loss_weight='samples'"),
+        (lambda: Net(lin(1), loss=lambda m, b: m.net(b).sum(), optimizer=sgd(0.1)), "loss_weight='sum'"),
+        (lambda: Net(lin(1), loss=variance, optimizer=sgd(0.1)), "couples samples"),
+        (LeavesTraces, "split='step', loss_weight='samples'"),
+    ],
+    ids=["mean", "sum", "coupled", "noisy"],
+)
+def test_one_line_says_what_was_chosen(make: Callable[[], Net], words: str, caplog: Any) -> None:
+    """A choice that nobody hears of, or the slow one for a net with dropout and BatchNorm."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.INFO)
+    caplog.set_level(logging.INFO)
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        fit(make(), [X, X], Way(2, 2), strategy=AUTO)
+    said = [record.getMessage() for record in caplog.records if "roundpipe: split=" in record.getMessage()]
+    assert len(said) == 1 and words in said[0]
