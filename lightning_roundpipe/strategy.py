@@ -298,6 +298,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
             return step
 
+        if process_wide:  # nor may the optimizer make its state with it
+            self.settle_steps()
         scale = 1.0 / trainer.accumulate_grad_batches
         with (
             plugin.train_step_context() if process_wide else nullcontext(),

@@ -92,7 +92,7 @@ class ModuleAttributes:
         """Sets what a layer has set in its forward."""
         module.__dict__[name] = value
         if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.left_in_batch = microbatch.batch.number  # type: ignore[attr-defined]
+            value.left_by = microbatch.label  # type: ignore[attr-defined]
         if microbatch.batch.microbatches > 1:
             microbatch.attributes[id(module), name] = value
 

@@ -38,6 +38,8 @@ class Microbatch:
         self.token = torch.empty(0, requires_grad=True)
         self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.random_state: RandomState | None = None
+        self.outside_random_state: Tensor | None = None
+        self.backward_random_state: Tensor | None = None
         self.attributes: dict[tuple[int, str], Any] = {}
         """What this microbatch has set on modules: by the module's id and the attribute's name."""
         self.first_take = True
@@ -59,7 +61,8 @@ class Microbatch:
 
     @property
     def label(self) -> str:
-        return f"microbatch {self.index + 1} of {self.batch.microbatches}"
+        """Names it in errors, and apart from those of other batches."""
+        return f"microbatch {self.index + 1} of {self.batch.microbatches} in batch {self.batch.number}"
 
 
 class Batch:

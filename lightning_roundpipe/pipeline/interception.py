@@ -56,16 +56,29 @@ class Interception:
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
+        self._checkpointing: list[dict[str, Any]] = []
         for layer in layers:
             layer.intercept = _InterceptedForward(layer)
 
     def install(self) -> None:
+        """Also switches off transformers' gradient checkpointing of the layers: the pipeline recomputes them itself."""
+        self._checkpointing = [
+            module.__dict__
+            for layer in self._layers
+            for module in layer.modules
+            if module.__dict__.get("gradient_checkpointing") is True
+        ]
+        for attributes in self._checkpointing:
+            attributes["gradient_checkpointing"] = False
         for layer in self._layers:
             attributes = layer.module.__dict__
             layer.own_forward = attributes.get("forward")
             attributes["forward"] = layer.intercept
 
     def remove(self) -> None:
+        for attributes in self._checkpointing:
+            attributes["gradient_checkpointing"] = True
+        self._checkpointing = []
         for layer in self._layers:
             attributes = layer.module.__dict__
             if attributes.get("forward") is layer.intercept:

@@ -410,7 +410,7 @@ class Pipeline(CallOwner):
         """One layer call of the user's step."""
         batch, store = microbatch.batch, self.store
         state = layer.attributes()
-        attributes = [self._input_attribute(batch, state.dicts[i][key]) for i, key in state.inputs]
+        attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
         arguments = Structure((args, kwargs, attributes))
         mode = microbatch.mode
         assert mode is not None
@@ -461,10 +461,10 @@ class Pipeline(CallOwner):
             _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
         return escaped.output
 
-    def _input_attribute(self, batch: Batch, tensor: Tensor) -> Tensor:
-        """An attribute that the layer may read. What a layer left there in an earlier batch has no gradient now."""
-        left_in = getattr(tensor, "left_in_batch", batch.number)
-        return tensor if left_in == batch.number else tensor.detach()
+    def _input_attribute(self, microbatch: Microbatch, tensor: Tensor) -> Tensor:
+        """An attribute that the layer may read. What a layer left there in another microbatch has no gradient here."""
+        left_by = getattr(tensor, "left_by", microbatch.label)
+        return tensor if left_by == microbatch.label else tensor.detach()
 
     def _run_call(self, microbatch: Microbatch, call: Call, device: Device, mode: str, number: int) -> Run:
         """Runs the layer for the first time; with random numbers of its own where it draws some."""
@@ -552,9 +552,28 @@ class Pipeline(CallOwner):
         place = place or self.baton.request()
         self.baton.take(place, microbatch.batch.number)
         microbatch.place = place
-        batch = microbatch.batch
-        if microbatch.in_backward or batch.microbatches == 1:
+        try:
+            if microbatch.in_backward:
+                self._swap_in_backward(microbatch)
+            elif microbatch.batch.microbatches > 1:
+                self._swap_in(microbatch)
+        except BaseException:
+            self.baton.release(place)
+            microbatch.place = None
+            raise
+
+    def _release_baton(self, microbatch: Microbatch) -> None:
+        if microbatch.place is None:
             return
+        if microbatch.in_backward:
+            self._swap_out_backward(microbatch)
+        elif microbatch.batch.microbatches > 1:
+            self._swap_out(microbatch)
+        self.baton.release(microbatch.place)
+        microbatch.place = None
+
+    def _swap_in(self, microbatch: Microbatch) -> None:
+        batch = microbatch.batch
         now = torch.default_generator.get_state()
         if self._left_random_state is not None and not torch.equal(now, self._left_random_state):
             raise RuntimeError(
@@ -569,19 +588,27 @@ class Pipeline(CallOwner):
             seed_all(derive_seed(self.seed, batch.seed_step, microbatch.index, -1), everything=everything)
         self.attributes.put(microbatch)
 
-    def _release_baton(self, microbatch: Microbatch) -> None:
-        if microbatch.place is None:
-            return
+    def _swap_out(self, microbatch: Microbatch) -> None:
         batch = microbatch.batch
-        if not microbatch.in_backward and batch.microbatches > 1:
-            state = RandomState.capture(everything=batch.records or self._swaps_everything)
-            if batch.records and microbatch.random_state is not None and not self._swaps_everything:
-                self._swaps_everything = not state.same_outside_torch(microbatch.random_state)
-            microbatch.random_state = state
-            self._left_random_state = state.torch_cpu
-            self.attributes.note(microbatch)
-        self.baton.release(microbatch.place)
-        microbatch.place = None
+        state = RandomState.capture(everything=batch.records or self._swaps_everything)
+        if batch.records and microbatch.random_state is not None and not self._swaps_everything:
+            self._swaps_everything = not state.same_outside_torch(microbatch.random_state)
+        microbatch.random_state = state
+        self._left_random_state = state.torch_cpu
+        self.attributes.note(microbatch)
+
+    def _swap_in_backward(self, microbatch: Microbatch) -> None:
+        """The backward draws nothing of its own, but a checkpoint in the step sets the generator for a while."""
+        microbatch.outside_random_state = torch.default_generator.get_state()
+        if microbatch.backward_random_state is not None:
+            torch.default_generator.set_state(microbatch.backward_random_state)
+
+    def _swap_out_backward(self, microbatch: Microbatch) -> None:
+        now, outside = torch.default_generator.get_state(), microbatch.outside_random_state
+        microbatch.backward_random_state = None
+        if outside is not None and not torch.equal(now, outside):
+            microbatch.backward_random_state = now
+            torch.default_generator.set_state(outside)
 
     # -- parameters and gradients ----------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ class Call:
         self.seed: int | None = None
         self.random_state: RandomState | None = None
         self.merge_norm_statistics = False
+        self._parameter_kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.gradient_inputs: list[int] = []
         self.kept: Run | None = None
         self.differentiable: list[int] = []
@@ -102,6 +103,8 @@ class Call:
         self.position: int | None = None
         self._half: dict[int, torch.dtype] | None = None
         self._saved: list[Any] = []
+        self._replica: Replica | None = None
+        """In use until the backward is done: a checkpoint inside the layer runs its modules once more."""
         self._buffers: list[dict[str, Tensor | None]] | None = None
         self._copies: dict[tuple[int, str], Any] = {}
         self._has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers)
@@ -130,13 +133,20 @@ class Call:
             read_later = self.merge_norm_statistics and bool(reading)
             if mode == Mode.DROP and (self.record or traits.writes_state or read_later):
                 self._buffers, self._copies = layer.copy_buffers(), self.state.copies()
+        self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
         half = self.autocast.half_type(device.torch_device.type)
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         replica = layer.borrow()
         try:
             with watch or nullcontext():
                 run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
-        finally:
+            self._check_own_parameters()
+        except BaseException:
+            layer.give_back(replica)
+            raise
+        if mode == Mode.KEEP:
+            self._replica = replica
+        else:
             layer.give_back(replica)
         if watch is not None and half is not None:
             self._half = dict.fromkeys(watch.cast_once(), half)
@@ -177,6 +187,18 @@ class Call:
         if self.kept is None:
             run.structure.leaves = []
         return Escaped(parts)
+
+    def _check_own_parameters(self) -> None:
+        """A layer that gives its parameters another type would give it to our stand-ins only."""
+        for master, leaf, (dtype, shape) in zip(
+            self.layer.parameters, self.parameters, self._parameter_kinds, strict=True
+        ):
+            if leaf.dtype != dtype or leaf.shape != shape:
+                raise RecomputeError(
+                    f"{self.label}: the layer changes type or shape of a parameter ({tuple(master.shape)},"
+                    f" {master.dtype}) in its forward. Do it before fit, or keep the layer out of the pipeline with"
+                    " RoundPipeStrategy(layers=...)."
+                )
 
     def _save_inputs(self, device: Device, leaves: Sequence[Any], mode: str) -> None:
         if mode != Mode.DROP:
@@ -240,9 +262,21 @@ class Call:
                 " batch or microbatch is used in this one, or the loss of a microbatch reaches into another's: keep"
                 " such tensors detached."
             )
+        if all(gradient is None for gradient in gradients):
+            return [None] * len(self.gradient_inputs), []
         self.done = True
-        run = self.kept if self.kept is not None else self._run_again(device)
-        self.kept = None
+        try:
+            run = self.kept if self.kept is not None else self._run_again(device)
+            self.kept = None
+            return self._differentiate(run, device, gradients, parameters)
+        finally:
+            if self._replica is not None:
+                self.layer.give_back(self._replica)
+                self._replica = None
+
+    def _differentiate(
+        self, run: Run, device: Device, gradients: Sequence[Tensor | None], parameters: bool
+    ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
         outputs, seeds = [], []
         for i, gradient in zip(self.differentiable, gradients, strict=True):
             output = run.leaves[i]
@@ -283,11 +317,8 @@ class Call:
             layer.traits.writes_state = True
         if self._half is not None:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
-        replica = layer.borrow()
-        try:
-            run = self._execute(replica, device, self._saved, buffers, Mode.KEEP, first=False)
-        finally:
-            layer.give_back(replica)
+        self._replica = layer.borrow()
+        run = self._execute(self._replica, device, self._saved, buffers, Mode.KEEP, first=False)
         self._saved = []
         self._buffers = None
         self._copies = {}
@@ -385,6 +416,9 @@ class Call:
                 ]
             if mode == Mode.DROP:
                 stack.enter_context(_saving_nothing(self.label))
+            elif mode == Mode.KEEP and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+                # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             if not first:
                 self._put_random_state()
             (args, kwargs, attributes), built = self.arguments.build(inputs)
@@ -457,6 +491,10 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *gradients)
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _saving_nothing(label: str) -> AbstractContextManager[Any]:
