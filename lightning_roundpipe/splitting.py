@@ -4,10 +4,10 @@ The extra runs leave no trace: they see no gradients and draw no random numbers,
 buffers, attributes and parameters is undone.
 """
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -56,36 +56,50 @@ def gather_evidence(
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
-    probes = [batch]
-    if (masked := _with_labels_masked(batch)) is not None:
-        probes.append(masked)  # tells means over tokens from means over samples, although no label may be masked yet
-    fits: dict[str, LossWeight] = {_name(weight): weight for weight in (wanted, "samples", "tokens", "sum")}
-    evidence: Evidence | None = None
-    for probe in probes:
-        whole = _loss(module, probe, loss_of)
-        pieces = split(probe, list(sizes))
-        losses = [_loss(module, piece, loss_of) for piece in pieces]
-        if whole is None or any(loss is None or not loss.isfinite() for loss in (whole, *losses)):
-            return evidence
-        tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
-        parts = {}
-        for name, weight in list(fits.items()):
-            try:
-                weights = loss_weights(pieces, list(sizes), weight)
-            except ValueError:  # no labels to count
-                del fits[name]
-                continue
-            terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
-            parts[name] = sum(terms)
-            scale = max(abs(float(whole)), sum(map(abs, terms)))
-            if scale == 0:  # every weighting fits a loss of zero
-                return None
-            if abs(parts[name] - float(whole)) > tolerance * scale:
-                del fits[name]
-        if evidence is None or not fits:
-            evidence = Evidence(float(whole), parts, ())
-    assert evidence is not None
-    return Evidence(evidence.whole, evidence.parts, tuple(fits))
+    candidates = {_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
+    evidence = _compare(module, batch, sizes, loss_of, candidates)
+    masked = _with_labels_masked(batch)
+    if evidence is None or masked is None or len(evidence.fits) < 2:
+        return evidence
+    try:  # tells means over tokens from means over samples, although no label may be ignored yet
+        closer = _compare(module, masked, sizes, loss_of, {name: candidates[name] for name in evidence.fits})
+    except Exception:  # a step that knows no ignored labels
+        return evidence
+    return evidence if closer is None else Evidence(evidence.whole, evidence.parts, closer.fits)
+
+
+def _compare(
+    module: nn.Module, batch: Any, sizes: Sequence[int], loss_of: LossOf, candidates: dict[str, LossWeight]
+) -> Evidence | None:
+    whole = _loss(module, batch, loss_of)
+    pieces = split(batch, list(sizes))
+    losses = [_loss(module, piece, loss_of) for piece in pieces]
+    if whole is None or any(loss is None or not loss.isfinite() for loss in (whole, *losses)):
+        return None
+    tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
+    parts: dict[str, float] = {}
+    fits = []
+    for name, weight in candidates.items():
+        try:
+            weights = loss_weights(pieces, list(sizes), weight)
+        except ValueError:  # no labels to count
+            continue
+        terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
+        parts[name] = sum(terms)
+        scale = max(abs(float(whole)), sum(map(abs, terms)))
+        if scale == 0:  # every weighting fits a loss of zero
+            return None
+        if abs(parts[name] - float(whole)) <= tolerance * scale:
+            fits.append(name)
+    return Evidence(float(whole), parts, tuple(fits))
+
+
+def count_labels(piece: Any) -> int:
+    """Labels that are not ignored, not shifted (as of masked language models)."""
+    for name in LABEL_FIELDS:
+        if hasattr(piece, "keys") and name in piece and isinstance(piece[name], Tensor):
+            return int((piece[name] != IGNORED_LABEL).sum())
+    raise ValueError("The batch has no labels to count.")
 
 
 def _name(weight: LossWeight) -> str:
@@ -109,16 +123,11 @@ def _with_labels_masked(batch: Any) -> Any | None:
     for name in LABEL_FIELDS:
         labels = batch[name] if name in batch else None  # noqa: SIM401  (BatchEncoding.get knows no default)
         if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim >= 2 and labels.shape[1] > 2:
-            return map_tree(partial(_masking, labels), batch)
+            masked = copy.copy(batch)
+            masked[name] = labels.clone()
+            masked[name][0, labels.shape[1] // 2 :] = IGNORED_LABEL
+            return masked
     return None
-
-
-def _masking(labels: Tensor, leaf: Any) -> Any:
-    if leaf is not labels:
-        return leaf
-    masked = labels.clone()
-    masked[0, labels.shape[1] // 2 :] = IGNORED_LABEL
-    return masked
 
 
 @contextmanager

@@ -35,7 +35,7 @@ from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
-from lightning_roundpipe.splitting import LossOf, gather_evidence
+from lightning_roundpipe.splitting import LossOf, count_labels, gather_evidence
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
     OptimizerWorker,
@@ -81,7 +81,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["step", "whole", "auto"] = "step",
+        split: Literal["auto", "step", "whole"] = "auto",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
@@ -373,10 +373,12 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             self._decided = ("whole", self.loss_weight)
             rank_zero_info(f"roundpipe: split='whole', because the loss couples samples: {evidence.describe()}.")
             return
-        # The one asked for is tried first. Where means over tokens and over samples agree, tokens agree with later
-        # batches, too, whose samples have different numbers of them.
-        best = "tokens" if self.loss_weight == "samples" and "tokens" in evidence.fits else evidence.fits[0]
-        self._decided = ("step", self.loss_weight if callable(self.loss_weight) else best)
+        # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
+        # have different numbers of them.
+        preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
+        best = next((name for name in preferred if name in evidence.fits), evidence.fits[0])
+        weight = {"count_labels": count_labels}.get(best, best)
+        self._decided = ("step", self.loss_weight if callable(self.loss_weight) else weight)
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(
