@@ -81,7 +81,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["auto", "step", "whole"] = "auto",
+        split: Literal["step", "whole", "auto"] = "step",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
