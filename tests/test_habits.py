@@ -554,7 +554,7 @@ for name, make_linear in {**OLD_STYLE, **PARAMETRIZED}.items():
     for inside in (True, False):
         kind = case(built_of(make_linear, inside))
         kind.__name__ = f"{name}_{'inside' if inside else 'as'}_layers"
-        if name in OLD_STYLE and (inside or name == "spectral_norm"):
+        if name == "spectral_norm" and not inside:
             kind.ways = WHOLE
 
 

@@ -1,0 +1,262 @@
+"""Sums of gradients: their order, and when a batch's are complete."""
+
+import itertools
+import random
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.pipeline.replica import Layer
+from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
+from lightning_roundpipe.state.gradients import BatchGradients, Gradients
+from lightning_roundpipe.state.parameters import ParameterStore
+
+MICROBATCHES = 3
+SECONDS = 10
+
+
+class Sums:
+    """The sums of a chain of layers."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        self.root = nn.Sequential(*(layers or (nn.Linear(2, 2), nn.Linear(2, 2))))
+        self.monitor = Monitor()
+        numbered = [Layer(i, str(i), layer) for i, layer in enumerate(self.root)]
+        self.store = ParameterStore(self.root, numbered, self.monitor, staleness=0)
+        self.gradients = Gradients(self.store, self.monitor)
+        self.first = self.root[0].weight
+
+    def finish(self, batch: BatchGradients, *microbatches: int) -> None:
+        for microbatch in microbatches:
+            for unit in self.store.units:
+                batch.finish(microbatch, unit)
+
+
+@pytest.fixture
+def sums() -> Iterator[Sums]:
+    made = Sums()
+    yield made
+    made.monitor.fail(Cancelled())
+
+
+def values(count: int) -> list[Tensor]:
+    """Numbers of very different sizes: their sum shows the order in which they were added."""
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randn(2, 2, generator=generator) * 10.0 ** (3 * (i % 3)) for i in range(count)]
+
+
+def summed(parts: list[Tensor]) -> Tensor:
+    total = parts[0].clone()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+def test_the_numbers_show_their_order() -> None:
+    parts = values(MICROBATCHES)
+    assert len({tuple(summed(list(order)).flatten().tolist()) for order in itertools.permutations(parts)}) > 1
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(MICROBATCHES))))
+def test_microbatches_are_added_in_turn(order: tuple[int, ...], sums: Sums) -> None:
+    batch, parts = sums.gradients.begin_batch(MICROBATCHES), values(MICROBATCHES)
+    for microbatch in order:
+        batch.add(microbatch, sums.first, parts[microbatch])
+        sums.finish(batch, microbatch)
+    assert torch.equal(sums.gradients.get(sums.first), summed(parts))
+
+
+def test_uses_within_a_microbatch_are_added_first(sums: Sums) -> None:
+    batch, parts = sums.gradients.begin_batch(2), values(4)
+    for number, part in enumerate(parts):
+        batch.add(number // 2, sums.first, part)
+    sums.finish(batch, 0, 1)
+    assert torch.equal(sums.gradients.get(sums.first), (parts[0] + parts[1]) + (parts[2] + parts[3]))
+
+
+def test_batches_are_added_in_turn(sums: Sums) -> None:
+    parts = values(4)
+    batches = [sums.gradients.begin_batch(2) for _ in range(2)]
+    for number, part in enumerate(parts):
+        batches[number // 2].add(number % 2, sums.first, part)
+    with ThreadPoolExecutor(1) as pool:
+        later = pool.submit(sums.finish, batches[1], 0, 1)
+        sums.finish(batches[0], 1, 0)
+        later.result(SECONDS)
+    assert torch.equal(sums.gradients.get(sums.first), summed(parts))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threads_in_any_order_make_one_sum(seed: int) -> None:
+    sums, parts = Sums(), values(MICROBATCHES * 2 * 2)
+    batches = [sums.gradients.begin_batch(MICROBATCHES) for _ in range(2)]
+    generator = random.Random(seed)
+    start = threading.Barrier(2 * MICROBATCHES)
+
+    def run(number: int) -> None:
+        batch, microbatch = batches[number // MICROBATCHES], number % MICROBATCHES
+        start.wait()
+        for parameter, offset in ((sums.first, 0), (sums.root[1].weight, len(parts) // 2)):
+            batch.add(microbatch, parameter, parts[offset + number])
+        sums.finish(batch, microbatch)
+
+    with ThreadPoolExecutor(2 * MICROBATCHES) as pool:
+        for done in [pool.submit(run, number) for number in generator.sample(range(6), 6)]:
+            done.result(SECONDS)
+    assert torch.equal(sums.gradients.get(sums.first), summed(parts[:6]))
+    assert torch.equal(sums.gradients.get(sums.root[1].weight), summed(parts[6:]))
+
+
+def test_complete_when_every_unit_of_every_microbatch_is(sums: Sums) -> None:
+    batch = sums.gradients.begin_batch(2)
+    units = sums.store.units
+    assert len(units) == 2
+    for microbatch, unit in [(0, units[0]), (1, units[0]), (1, units[1])]:
+        batch.finish(microbatch, unit)
+        assert not batch.complete
+    batch.finish(0, units[1])
+    assert batch.complete
+    batch.wait_complete()
+
+
+def test_without_any_use_there_is_no_gradient(sums: Sums) -> None:
+    batch = sums.gradients.begin_batch(2)
+    sums.finish(batch, 0, 1)
+    assert sums.gradients.get(sums.first) is None
+
+
+def test_a_failure_ends_the_wait(sums: Sums) -> None:
+    batch = sums.gradients.begin_batch(1)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(batch.wait_complete)
+        sums.monitor.fail(ValueError())
+        with pytest.raises(Cancelled):
+            waits.result(SECONDS)
+
+
+def test_clear_begins_anew_in_the_same_memory(sums: Sums) -> None:
+    parts = values(2)
+    addresses = []
+    for part in parts:
+        batch = sums.gradients.begin_batch(1)
+        batch.add(0, sums.first, part)
+        sums.finish(batch, 0)
+        gradient = sums.gradients.get(sums.first)
+        assert torch.equal(gradient, part)
+        addresses.append(gradient.data_ptr())
+        for unit in sums.store.units:
+            sums.gradients.clear(unit)
+        assert sums.gradients.get(sums.first) is None
+    assert addresses[0] == addresses[1]
+
+
+def test_handed_over_memory_is_left_alone(sums: Sums) -> None:
+    parts = values(2)
+    batch = sums.gradients.begin_batch(1)
+    batch.add(0, sums.first, parts[0])
+    sums.finish(batch, 0)
+    kept = sums.gradients.get(sums.first)
+    for unit in sums.store.units:
+        sums.gradients.hand_over(unit)
+    batch = sums.gradients.begin_batch(1)
+    batch.add(0, sums.first, parts[1])
+    sums.finish(batch, 0)
+    assert torch.equal(kept, parts[0])
+    assert torch.equal(sums.gradients.get(sums.first), parts[1])
+
+
+def test_adopted_gradients_are_added_to(sums: Sums) -> None:
+    parts = values(2)
+    sums.gradients.adopt(sums.first, parts[0].clone())
+    batch = sums.gradients.begin_batch(1)
+    batch.add(0, sums.first, parts[1])
+    sums.finish(batch, 0)
+    assert torch.equal(sums.gradients.get(sums.first), parts[0] + parts[1])
+
+
+def test_the_added_tensor_is_not_written(sums: Sums) -> None:
+    parts = values(2)
+    kept = parts[0].clone()
+    batch = sums.gradients.begin_batch(2)
+    for microbatch, part in enumerate(parts):
+        batch.add(microbatch, sums.first, part)
+    sums.finish(batch, 0, 1)
+    assert torch.equal(parts[0], kept)
+
+
+def test_half_precision_is_summed_in_full(sums: Sums) -> None:
+    one, small = torch.ones(2, 2, dtype=torch.bfloat16), torch.full((2, 2), 2.0**-12, dtype=torch.bfloat16)
+    batch = sums.gradients.begin_batch(2)
+    for microbatch in range(2):
+        batch.add(microbatch, sums.first, one)
+        batch.add(microbatch, sums.first, small)
+    sums.finish(batch, 0, 1)
+    gradient = sums.gradients.get(sums.first)
+    assert gradient.dtype == torch.float32
+    assert torch.equal(gradient, torch.full((2, 2), 2 * (1 + 2.0**-12)))
+
+
+def test_sparse_gradients() -> None:
+    sums = Sums(nn.Embedding(5, 2, sparse=True))
+    batch = sums.gradients.begin_batch(2)
+    for microbatch, row in enumerate((1, 3)):
+        gradient = torch.sparse_coo_tensor([[row]], torch.ones(1, 2), (5, 2), check_invariants=True)
+        batch.add(microbatch, sums.first, gradient)
+    sums.finish(batch, 0, 1)
+    gradient = sums.gradients.get(sums.first)
+    assert gradient.is_sparse
+    assert gradient.to_dense()[:, 0].tolist() == [0, 1, 0, 1, 0]
+
+
+def test_hooks_of_parameters_see_each_microbatch_once(sums: Sums) -> None:
+    seen: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        seen.append(gradient.clone())
+        return gradient * 2
+
+    sums.first.register_hook(hook)
+    parts = values(4)
+    batch = sums.gradients.begin_batch(2)
+    for number, part in enumerate(parts):
+        batch.add(number // 2, sums.first, part)
+    sums.finish(batch, 0, 1)
+    assert [torch.equal(a, b) for a, b in zip(seen, (parts[0] + parts[1], parts[2] + parts[3]), strict=True)]
+    assert torch.equal(sums.gradients.get(sums.first), seen[0] * 2 + seen[1] * 2)
+
+
+def test_a_shared_parameter_has_one_sum() -> None:
+    shared = nn.Linear(2, 2, bias=False)
+    tied = nn.Linear(2, 2, bias=False)
+    tied.weight = shared.weight
+    sums = Sums(shared, tied)
+    assert len(sums.store.units) == 1
+    parts = values(2)
+    batch = sums.gradients.begin_batch(1)
+    batch.add(0, tied.weight, parts[0])
+    batch.add(0, shared.weight, parts[1])
+    sums.finish(batch, 0)
+    assert torch.equal(sums.gradients.get(shared.weight), parts[0] + parts[1])
+
+
+def test_what_the_optimizer_still_reads_is_not_written(sums: Sums) -> None:
+    """The gradients of a batch that was begun after a step was handed in wait for that step."""
+    parts = values(2)
+    before = sums.gradients.begin_batch(1)
+    before.add(0, sums.first, parts[0])
+    sums.finish(before, 0)
+    sums.store.enqueued = 1
+    after = sums.gradients.begin_batch(1)
+    after.add(0, sums.first, parts[1])
+    with ThreadPoolExecutor(1) as pool:
+        done = pool.submit(sums.finish, after, 0)
+        assert torch.equal(sums.gradients.get(sums.first), parts[0])
+        for unit in sums.store.units:
+            sums.gradients.clear(unit)
+            sums.store.publish(unit)
+        done.result(SECONDS)
+    assert torch.equal(sums.gradients.get(sums.first), parts[1])

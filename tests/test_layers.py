@@ -1,0 +1,207 @@
+"""Which submodules are layers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import UNet, bert, gpt2, llama, mixtral, t5, vit
+from torch import Tensor, nn
+
+from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
+
+
+def names(root: nn.Module, spec: LayerSpec | None = None) -> list[str]:
+    """The names of the layers, after what must hold for any."""
+    layers = find_layers(root, spec)
+    modules = dict(root.named_modules())
+    assert all(modules[name] is layer for name, layer in layers.items())
+    inside = [submodule for layer in layers.values() for submodule in layer.modules()]
+    assert root not in inside
+    for layer in layers.values():
+        assert not any(other in list(layer.modules())[1:] for other in layers.values())
+    return list(layers)
+
+
+class Holds(nn.Module):
+    """A model that has these parts."""
+
+    def __init__(self, **parts: Any) -> None:
+        super().__init__()
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.feed = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.feed(self.mix(x))
+
+
+class Residual(nn.Module):
+    """The basic block of a ResNet."""
+
+    def __init__(self, halve: bool = False) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.conv2, self.norm2 = nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
+        self.shortcut = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)) if halve else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def resnet() -> nn.Module:
+    stages = {f"stage{i}": nn.Sequential(Residual(True), Residual()) for i in range(1, 5)}
+    return Holds(stem=nn.Conv2d(3, 4, 7), norm=nn.BatchNorm2d(4), relu=nn.ReLU(), **stages, head=nn.Linear(4, 2))
+
+
+def mlp() -> nn.Module:
+    return Holds(net=nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
+
+
+def encoder() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    return Holds(embed=nn.Embedding(9, 4), encoder=nn.TransformerEncoder(layer, 3), head=nn.Linear(4, 9))
+
+
+def lists() -> nn.Module:
+    return Holds(blocks=nn.ModuleList(Block() for _ in range(2)), parts=nn.ModuleDict({"a": Block(), "b": Block()}))
+
+
+def blocks() -> nn.Module:
+    return Holds(blocks=nn.ModuleList(Block() for _ in range(2)), head=nn.Linear(4, 4))
+
+
+def named_blocks() -> nn.Module:
+    return Holds(first=Block(), second=Block(), third=Block(), head=nn.Linear(4, 4))
+
+
+def student_and_teacher() -> nn.Module:
+    """Two models side by side are looked into, though they are of one class."""
+    return Holds(**{name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for name in ("student", "teacher")})
+
+
+def with_position() -> nn.Module:
+    model = Holds(body=nn.ModuleList(Block() for _ in range(2)))
+    model.position = nn.Parameter(torch.zeros(4))
+    return Holds(model=model, loss=nn.CrossEntropyLoss())
+
+
+RESNET = ["stem", "norm", *(f"stage{i}.{j}" for i in range(1, 5) for j in range(2)), "head"]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (mlp, ["net.0", "net.2"]),
+        (encoder, ["embed", "encoder.layers.0", "encoder.layers.1", "encoder.layers.2", "head"]),
+        (resnet, RESNET),
+        (lists, ["blocks.0", "blocks.1", "parts.a", "parts.b"]),
+        (named_blocks, ["first", "second", "third", "head"]),
+        (student_and_teacher, ["student.0", "student.1", "teacher.0", "teacher.1"]),
+        (with_position, ["model.body.0", "model.body.1"]),
+        (lambda: Holds(body=nn.Linear(4, 4)), ["body"]),
+        (lambda: Holds(), []),
+        (lambda: nn.Linear(4, 4), []),
+    ],
+)
+def test_chosen_by_themselves(make: Callable[[], nn.Module], expected: list[str]) -> None:
+    assert names(make()) == expected
+
+
+def test_a_shared_module_is_one_layer() -> None:
+    shared = Block()
+    assert names(Holds(blocks=nn.ModuleList([shared, Block(), shared]))) == ["blocks.0", "blocks.1"]
+
+
+def test_modules_without_tensors_are_no_layers() -> None:
+    assert names(Holds(act=nn.ReLU(), drop=nn.Dropout(), body=nn.Linear(4, 4), loss=nn.MSELoss())) == ["body"]
+
+
+def test_scripted_modules_are_no_layers() -> None:
+    assert names(Holds(script=torch.jit.script(nn.Linear(4, 4)), body=nn.Linear(4, 4))) == ["body"]
+
+
+def test_unet() -> None:
+    model = UNet()
+    found = names(model)
+    assert len(found) >= 5
+    assert {id(p) for name in found for p in model.get_submodule(name).parameters()} == {
+        id(p) for p in model.parameters()
+    }
+
+
+@pytest.mark.parametrize("make", [gpt2, llama, bert, t5, mixtral, vit], ids=lambda make: make.__name__)
+def test_models_of_transformers(make: Callable[[], nn.Module]) -> None:
+    """Each repeated block is a layer, and (almost) no parameter is left to the code between the layers."""
+    model = make()
+    layers = find_layers(model)
+    blocks = [
+        block
+        for submodule in model.modules()
+        if isinstance(submodule, nn.ModuleList)
+        for block in submodule
+        if not any(block in list(other.modules())[1:] for other in layers.values())
+    ]
+    assert len(blocks) >= 2
+    assert all(block in layers.values() for block in blocks)
+    inside = {id(parameter) for layer in layers.values() for parameter in layer.parameters()}
+    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    assert sum(p.numel() for p in outside) <= 0.2 * sum(p.numel() for p in model.parameters())
+
+
+# --- by the user's choice
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (["Block"], ["blocks.0", "blocks.1", "head"]),
+        ([Block], ["blocks.0", "blocks.1", "head"]),
+        (["Linear"], [f"blocks.{i}.{part}" for i in range(2) for part in ("mix", "feed.0", "feed.2")] + ["head"]),
+        (["blocks.1"], ["blocks.0", "blocks.1", "head"]),
+        (["blocks.0.feed"], ["blocks.0.mix", "blocks.0.feed", "blocks.1", "head"]),
+        (["Block", "blocks.0.feed"], ["blocks.0", "blocks.1", "head"]),
+        (
+            lambda module: isinstance(module, nn.Sequential),
+            ["blocks.0.mix", "blocks.0.feed", "blocks.1.mix", "blocks.1.feed", "head"],
+        ),
+        (lambda module: [module.blocks[0].mix], ["blocks.0.mix", "blocks.0.feed", "blocks.1", "head"]),
+    ],
+    ids=["class name", "class", "deeper class", "path", "deeper path", "both", "predicate", "function"],
+)
+def test_chosen_by_the_user(spec: LayerSpec, expected: list[str]) -> None:
+    assert names(blocks(), spec) == expected
+
+
+def test_every_parameter_of_the_rest_is_in_a_layer() -> None:
+    model = resnet()
+    found = names(model, ["Residual"])
+    assert found == RESNET
+
+
+def test_blocks_that_transformers_names() -> None:
+    model = Holds(body=Holds(one=Block(), two=nn.Linear(4, 4)))
+    model.body._no_split_modules = ["Block"]
+    assert names(model) == ["body.one", "body.two"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (["Missing"], r"names 'Missing', but Holds has no module of that path or class\. .* \['Block', "),
+        (["blocks.7"], "names 'blocks.7', but Holds has no module"),
+        ([nn.Conv2d], "names <class 'torch.nn.modules.conv.Conv2d'>, but Holds has no module"),
+        (lambda module: [nn.Linear(4, 4)], r"modules that are not part of Holds: \['Linear'\]"),
+    ],
+)
+def test_what_matches_nothing(spec: LayerSpec, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        find_layers(lists(), spec)
