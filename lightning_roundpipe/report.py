@@ -42,10 +42,13 @@ class PipelineReport:
 
     def table(self) -> Group:
         """The report for a terminal."""
-        layers = Table(title=f"Layers and stages ({self.microbatches} microbatches)")
+        layers = Table(
+            title=f"Layers and stages ({self.microbatches} microbatches)",
+            caption="F: forward, B: backward with recompute; time per microbatch",
+        )
         layers.add_column("layer", overflow="fold")
-        layers.add_column("class")
-        for title in ("parameters", "forward stage", "backward stage", "forward ms", "backward ms"):
+        layers.add_column("class", overflow="fold")
+        for title in ("parameters", "F stage", "B stage", "F ms", "B ms"):
             layers.add_column(title, justify="right")
         for row in self.layers:
             layers.add_row(

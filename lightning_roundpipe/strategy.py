@@ -162,6 +162,18 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     def _trainer(self) -> "pl.Trainer | None":
         return None if self._lightning_module is None else self._lightning_module._trainer
 
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number != 1:
+            raise MisconfigurationException(
+                f"strategy='roundpipe' trains in one process on one machine, but `num_nodes={number}` was asked for."
+                " Use strategy='fsdp' across machines."
+            )
+
     def _device_count(self) -> int:
         return max(1, len(self.parallel_devices or ()))
 
@@ -200,6 +212,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._started = time.perf_counter()
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
+        rank_zero_info(
+            f"roundpipe: {count} virtual CPU device{'s' if count > 1 else ''} of {threads} core"
+            f"{'s' if threads > 1 else ''} each, {len(pipeline.layers)} layers, staleness {self.staleness}"
+        )
         return pipeline
 
     def _close(self) -> None:

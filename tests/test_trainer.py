@@ -29,6 +29,7 @@ from helpers import (
 )
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import GPT, MLP, SGD, Lit, batches_of, vectors
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -870,3 +871,9 @@ def test_wrong_arguments_are_refused_at_once(wrong: dict) -> None:
     (name,) = wrong
     with pytest.raises(ValueError, match=name):
         RoundPipeStrategy(**wrong)
+
+
+def test_several_machines_are_refused() -> None:
+    """Each would train for itself without a word."""
+    with pytest.raises(MisconfigurationException, match="num_nodes=2"):
+        L.Trainer(strategy="roundpipe", accelerator="cpu", devices=2, num_nodes=2, logger=False)

@@ -189,12 +189,13 @@ class Pipeline(CallOwner):
         """Waits; raises what failed, and takes an interrupt of the wait for a failure of the pipeline."""
         try:
             wait()
+            return
         except Cancelled:
-            self.check()
-            raise
+            pass  # the true error is raised below, without this one as its context
         except BaseException as error:  # Ctrl-C arrives here
             self.monitor.fail(error, self.batches - 1)
             raise
+        self.check()
 
     def check(self) -> None:
         """Raises the error that the pipeline failed with, if it did."""

@@ -4,6 +4,7 @@ A call is one node of the caller's autograd graph. So autograd itself orders the
 of the calls, with skip connections, shared layers, hooks and several backward passes, exactly as it would without us.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -444,11 +445,12 @@ class Call:
             self.random_state.restore()
 
 
-class CallOwner:
-    """What a call node asks in the backward pass. Implemented by the runtime."""
+class CallOwner(ABC):
+    """What a call's node asks in the backward pass. Implemented by the runtime."""
 
+    @abstractmethod
     def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
-        raise NotImplementedError
+        """Runs the backward of a call. Returns the gradients of its inputs."""
 
 
 class _CallNode(torch.autograd.Function):
