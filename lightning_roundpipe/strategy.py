@@ -335,8 +335,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
-        """Whether the user's own code has a say in what happens before the backward."""
-        return is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module)
+        """Whether something happens between forward and backward that the backward must not overtake."""
+        own = is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module)
+        return own or (self._pipeline is not None and self._pipeline.needs_deferred_backward)
 
     def _may_have_changed(self) -> bool:
         """Whether the user's code may have changed parameters since the last batch; if so, no step is pending."""

@@ -1,7 +1,7 @@
 """Arguments taken apart and put together again, and what a layer changed in them."""
 
 import types
-from collections import UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -234,3 +234,11 @@ def test_originals_are_known_by_their_copies() -> None:
     structure = Structure({"inner": inner})
     built, containers = structure.build(structure.leaves)
     assert containers.originals()[id(built["inner"])] is inner
+
+
+def test_an_ordered_dict_keeps_its_items() -> None:
+    """Items that can be looked up but not iterated over."""
+    original = OrderedDict(a=torch.ones(1), b=torch.zeros(1))
+    structure = Structure(original)
+    built, _ = structure.build(structure.leaves)
+    assert type(built) is OrderedDict and list(built) == ["a", "b"] and list(built.values()) == list(original.values())

@@ -177,8 +177,9 @@ def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
                 object.__setattr__(new, name, None)
     elif isinstance(original, Mapping):
         if isinstance(new, dict):
+            set_item = OrderedDict.__setitem__ if isinstance(new, OrderedDict) else dict.__setitem__
             for key, value in values.items():
-                dict.__setitem__(new, key, value)
+                set_item(new, key, value)
         else:
             for key, value in values.items():
                 new[key] = value

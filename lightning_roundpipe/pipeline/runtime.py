@@ -99,6 +99,8 @@ class Pipeline(CallOwner):
         self.last_microbatches = 0
         self._next_device = 0
         self._threads: list[WorkThread] = []
+        self._units_outside: dict[Unit, None] = {}
+        """Units that the code between layers has used."""
         self._direct: dict[nn.Parameter, None] = {}
         self._direct_handles: list[RemovableHandle] = []
         self._batch: Batch | None = None
@@ -140,6 +142,8 @@ class Pipeline(CallOwner):
                 " Change them before fit, or call fit again after the change."
             )
         self.store.refresh(values=values_changed)
+        if self._direct:
+            self.wait_backward()  # it still puts gradients of these into `.grad`
         for parameter in self._direct:
             parameter.grad = None  # what is there is in the sums
         plan = self._plan_for(deferred)
@@ -221,6 +225,11 @@ class Pipeline(CallOwner):
     @property
     def batch(self) -> Batch | None:
         return self._batch
+
+    @property
+    def needs_deferred_backward(self) -> bool:
+        """Whether gradients pass through ``.grad``, which the main thread clears between forward and backward."""
+        return bool(self._direct)
 
     def unit_order(self) -> list[Unit]:
         """The units in the order of their first use in the forward."""
@@ -336,7 +345,8 @@ class Pipeline(CallOwner):
             if batch.serial:
                 self.turnstiles.enter((batch.number, _serial(index, False)))
                 place = self.baton.request()
-            else:  # the steps begin in the order of the microbatches
+            else:  # the steps begin in the order of the microbatches, and need not wait for parameters on the way
+                self.store.wait(self._units_outside, batch.version, batch.number)
                 self.turnstiles.enter((batch.number, _start(index)))
                 place = self.baton.request()
                 self.turnstiles.leave((batch.number, _start(index)))
@@ -587,6 +597,7 @@ class Pipeline(CallOwner):
         else:
             everything = batch.records or self._swaps_everything
             seed_all(derive_seed(self.seed, batch.seed_step, microbatch.index, -1), everything=everything)
+            microbatch.random_state = RandomState.capture(everything=everything)
         self.attributes.put(microbatch)
 
     def _swap_out(self, microbatch: Microbatch) -> None:
@@ -623,6 +634,7 @@ class Pipeline(CallOwner):
         leaf.is_stand_in = True  # type: ignore[attr-defined]  # so that a layer's graph shows where it leads
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
         microbatch.batch.used_outside.add(id(parameter))
+        self._units_outside[self.store.unit_of(parameter)] = None
         return leaf
 
     def _settle(self, microbatch: Microbatch, parameter: nn.Parameter, version: int) -> None:

@@ -55,15 +55,18 @@ class Monitor:
         """
         self._waiting.append(condition)
         try:
-            while batch < self._failed_from and not predicate():
+            while not self._has_failed(batch) and not predicate():
                 condition.wait()
         finally:
             self._waiting.remove(condition)
         self.raise_if_failed(batch)
 
     def raise_if_failed(self, batch: float = math.inf) -> None:
-        if batch >= self._failed_from:
+        if self._has_failed(batch):
             raise Cancelled
+
+    def _has_failed(self, batch: float) -> bool:
+        return self.failure is not None and batch >= self._failed_from
 
     def fail(self, error: BaseException, batch: float = 0) -> None:
         """Records an error (the first one counts) and wakes what waits for this batch or a later one."""

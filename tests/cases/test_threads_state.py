@@ -6,6 +6,7 @@ import time
 from typing import NamedTuple
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
@@ -143,3 +144,29 @@ def test_the_scale_waits_for_a_slow_step(way: Way) -> None:
     module = OverflowsSlowly()
     fit(module, [col(4, 4)] * 3, way, plugins=[MixedPrecision("16-mixed", "cpu", scaler=scaler)])
     assert (*weights(module), scaler.get_scale(), module.scheduler.last_epoch) == near((-3.0, 2048.0, 3))
+
+
+class Mixes(Net):
+    """Mixes rows by NumPy's generator before the first layer, as mixup does."""
+
+    def __init__(self) -> None:
+        super().__init__(lin(1), lin(2), optimizer=sgd(0.01))
+        self.shares: list[float] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        share = float(numpy.random.beta(2, 2))
+        self.shares.append(share)
+        return super().training_step(share * batch + (1 - share) * batch.flip(0), batch_idx)
+
+
+def test_numbers_drawn_by_numpy_before_the_first_layer() -> None:
+    """Refused, drawn again in every batch, or dependent on the devices."""
+    runs = []
+    for devices in (1, 2, 3):
+        torch.manual_seed(3)
+        numpy.random.seed(3)
+        module = Mixes()
+        fit(module, [X] * 4, Way(2, devices))
+        runs.append((module.shares, weights(module)))
+    assert runs[0] == runs[1] == runs[2]
+    assert len(set(runs[0][0])) == 8
