@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from .common import FEW, PLAIN, STALE, AtBatchEnd, Net, Way, col, fit, in_every_way, lin, near, weights
+from .common import FEW, PLAIN, STALE, AtBatchEnd, Net, Way, X, col, fit, in_every_way, lin, near, sgd, weights
 
 
 class Pass(NamedTuple):
