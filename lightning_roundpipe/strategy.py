@@ -336,8 +336,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
         """Whether something happens between forward and backward that the backward must not overtake."""
-        own = is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module)
-        return own or (self._pipeline is not None and self._pipeline.needs_deferred_backward)
+        return is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module)
 
     def _may_have_changed(self) -> bool:
         """Whether the user's code may have changed parameters since the last batch; if so, no step is pending."""
@@ -429,6 +428,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             if is_overridden("optimizer_zero_grad", self.lightning_module):
                 self._adopt_gradients()
             batch.release(given)
+            if self._pipeline is not None and (batch.records or self._pipeline.draws_on_the_host()):
+                self._pipeline.wait_backward()
             return
         expected = scale * self._loss_scale()
         if abs(given - expected) > 1e-6 * abs(expected):

@@ -37,8 +37,7 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
     def visit(name: str, module: nn.Module, repeated: bool) -> None:
         if module in seen or not (_callable(module) or _holds_modules(module)):
             return
-        opened = _contains(module, chosen) or not _callable(module) or (automatic and not repeated and _is_open(module))
-        if module in chosen or not opened:
+        if module in chosen or not (_contains(module, chosen) or (automatic and not repeated and _is_open(module))):
             if _callable(module) and (module in chosen or _worth_moving(module)):
                 seen.add(module)
                 layers[name] = module

@@ -108,6 +108,8 @@ class Pipeline(CallOwner):
         self.serial_reason: str | None = None
         """Why microbatches run one after the other, if they do."""
         self.on_serial: Callable[[str], None] = lambda reason: None
+        self._backward_draws = False
+        """Whether the code between layers sets the generator in its backward, as a checkpoint does."""
         self._swaps_everything = False
         """Whether the code between layers draws from Python's or NumPy's generator."""
 
@@ -177,7 +179,7 @@ class Pipeline(CallOwner):
                     partial(context.run, self._run_microbatch, batch, index, step), then=batch.thread_done
                 )
             self.until(batch.wait_forward)
-            if (batch.serial and not deferred) or self._draws_on_the_host():
+            if not deferred and (batch.serial or self.draws_on_the_host()):
                 self.until(batch.wait_all)
         finally:
             self.interception.remove()
@@ -226,11 +228,6 @@ class Pipeline(CallOwner):
     def batch(self) -> Batch | None:
         return self._batch
 
-    @property
-    def needs_deferred_backward(self) -> bool:
-        """Whether gradients pass through ``.grad``, which the main thread clears between forward and backward."""
-        return bool(self._direct)
-
     def unit_order(self) -> list[Unit]:
         """The units in the order of their first use in the forward."""
         found: dict[Unit, None] = {unit: None for unit in self.store.units}
@@ -242,10 +239,10 @@ class Pipeline(CallOwner):
         found.update(dict.fromkeys(self.store.units))
         return list(found)
 
-    def _draws_on_the_host(self) -> bool:
-        """Whether a recompute would take the process's generators away from the main thread's own code."""
-        return any(device.shares_host_generator for device in self.devices) and any(
-            layer.draws() for layer in self.layers
+    def draws_on_the_host(self) -> bool:
+        """Whether a backward would take the process's generators away from the main thread's own code."""
+        return self._backward_draws or (
+            any(device.shares_host_generator for device in self.devices) and any(layer.draws() for layer in self.layers)
         )
 
     def _restore_random_state(self, batch: Batch, outside: RandomState) -> None:
@@ -611,14 +608,17 @@ class Pipeline(CallOwner):
 
     def _swap_in_backward(self, microbatch: Microbatch) -> None:
         """The backward draws nothing of its own, but a checkpoint in the step sets the generator for a while."""
+        if not (microbatch.batch.records or self._backward_draws):
+            return  # the generator belongs to the main thread, which may be at its own work by now
         microbatch.outside_random_state = torch.default_generator.get_state()
         if microbatch.backward_random_state is not None:
             torch.default_generator.set_state(microbatch.backward_random_state)
 
     def _swap_out_backward(self, microbatch: Microbatch) -> None:
         now, outside = torch.default_generator.get_state(), microbatch.outside_random_state
-        microbatch.backward_random_state = None
+        microbatch.outside_random_state = microbatch.backward_random_state = None
         if outside is not None and not torch.equal(now, outside):
+            self._backward_draws = True
             microbatch.backward_random_state = now
             torch.default_generator.set_state(outside)
 
