@@ -1,13 +1,17 @@
 """Can this step's batch be split? The first batch tells: its loss against those of its microbatches.
 
+Where the step needs the whole batch, calls within it may still be split: those whose outputs are the same in parts.
+
 The extra runs leave no trace: they see no gradients and draw no random numbers, and what they do to metrics, logs,
 buffers, attributes and parameters is undone.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,6 +21,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights, split
+from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
+from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.trees import map_tree
 
@@ -106,6 +112,129 @@ def _name(weight: LossWeight) -> str:
     return weight if isinstance(weight, str) else getattr(weight, "__name__", "function")
 
 
+def find_split_calls(
+    module: nn.Module, layers: Sequence[nn.Module], batch: Any, microbatches: int, loss_of: LossOf
+) -> dict[tuple[nn.Module, Hashable], CallSplit] | None:
+    """The outermost calls of modules that hold layers, or are some, that give the same when they are split.
+
+    Args:
+        module: The user's module; left as it was.
+        layers: Its layers.
+        batch: The first batch; left as it was.
+        microbatches: Into how many parts to split.
+        loss_of: The user's step.
+
+    Returns:
+        How each is split, by module and :func:`signature` of its arguments. None where the loss says nothing: there is
+        none, or it is not finite.
+    """
+    whole = _loss(module, batch, loss_of)
+    if whole is None or not whole.isfinite():
+        return None
+    trial = _Trial(module, layers, microbatches)
+    with trial.intercepting():
+        joined = _loss(module, batch, loss_of)
+    return trial.splits if joined is not None and close(joined, whole) else {}
+
+
+class _Trial:
+    """Tries to split calls while the user's step runs, from the outermost ones inwards."""
+
+    def __init__(self, root: nn.Module, layers: Sequence[nn.Module], microbatches: int) -> None:
+        self.splits: dict[tuple[nn.Module, Hashable], CallSplit] = {}
+        self._root = root
+        self._microbatches = microbatches
+        inside = set(layers)
+        self._modules = [module for module in root.modules() if not inside.isdisjoint(module.modules())]
+        self._unfit: set[tuple[nn.Module, Hashable]] = set()
+        self._trying = False
+        self._escaped = False
+
+    @contextmanager
+    def intercepting(self) -> Iterator[None]:
+        own = [(module.__dict__, module.__dict__.get("forward")) for module in self._modules]
+        for module in self._modules:
+            module.__dict__["forward"] = partial(self._call, module, module.forward)
+        try:
+            yield
+        finally:
+            for attributes, forward in own:
+                if forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward
+
+    def _call(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._trying:
+            return forward(*args, **kwargs)
+        key = module, signature((args, kwargs))
+        found = None if key in self._unfit else self._try(module, forward, args, kwargs)
+        if found is None or self.splits.setdefault(key, found[0]) != found[0]:
+            self.splits.pop(key, None)
+            self._unfit.add(key)
+            return forward(*args, **kwargs)  # the calls within are tried
+        return found[1]
+
+    def _try(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallSplit, Any] | None:
+        """Nothing but the output may come out of a call that is split."""
+        self._trying, self._escaped = True, _is_looked_into(module)
+        log = self._root.__dict__.get("log")
+        traces: list[list[_Traces]] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            traces.append([_traces(submodule) for submodule in module.modules()])
+            return output
+
+        try:
+            with undone(module):
+                self._root.__dict__["log"] = self._note_escape
+                found = find_split(run, args, kwargs, self._microbatches) if not self._escaped else None
+                # What is set up at the first call is no trace.
+                self._escaped |= not all(all(map(_same_traces, traces[0], later)) for later in traces[1:])
+        finally:
+            self._trying = False
+            if log is None:
+                self._root.__dict__.pop("log", None)
+            else:
+                self._root.__dict__["log"] = log
+        return None if self._escaped else found
+
+    def _note_escape(self, *args: Any, **kwargs: Any) -> None:
+        self._escaped = True
+
+
+_Traces = tuple[dict[str, Any], list[int], dict[str, Any], list[int]]
+
+
+def _traces(module: nn.Module) -> _Traces:
+    """The attributes, the sizes of those that are containers, and the buffers with their versions."""
+    attributes = dict(module.__dict__)
+    sizes = [len(value) for value in attributes.values() if isinstance(value, (list, dict, set, deque))]
+    buffers = dict(module._buffers)
+    return attributes, sizes, buffers, [buffer._version for buffer in buffers.values() if buffer is not None]
+
+
+def _same_traces(a: _Traces, b: _Traces) -> bool:
+    return same_items(a[0], b[0]) and same_items(a[2], b[2]) and a[1] == b[1] and a[3] == b[3]
+
+
+def _is_looked_into(module: nn.Module) -> bool:
+    """Whether hooks within the module may bring something out of it.
+
+    transformers' models collect what they return by hooks of their own; they bring nothing out of the model itself.
+    """
+    hooks = [
+        hook
+        for submodule in module.modules()
+        for hook in (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values())
+    ]
+    is_model = hasattr(type(module), "base_model_prefix")
+    return any(not (is_model and (getattr(h, "__module__", None) or "").startswith("transformers.")) for h in hooks)
+
+
 def _loss(module: nn.Module, batch: Any, loss_of: LossOf) -> Tensor | None:
     batch = map_tree(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
     with undone(module), torch.no_grad(), _Repeatable():
@@ -145,14 +274,14 @@ def undone(module: nn.Module) -> Iterator[None]:
     for value in values:
         if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
             tensors[id(value)] = (value, value.detach().clone())
-        elif type(value) in (list, dict, set):
-            containers.append((value, value.copy()))
+        elif isinstance(value, (list, dict, set, deque)):  # among them a module's hooks
+            containers.append((value, copy.copy(value)))
     try:
         yield
     finally:
         for container, contents in containers:
             container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)
+            container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
         for submodule, attributes in before:
             submodule.__dict__.clear()
             submodule.__dict__.update(attributes)

@@ -35,7 +35,8 @@ from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
-from lightning_roundpipe.splitting import LossOf, count_labels, gather_evidence
+from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence
+from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
     OptimizerWorker,
@@ -59,9 +60,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             1: with those one step before, so that the step is hidden behind the next batch's computation.
         layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By
             default the repeated blocks of the model and what remains; see :func:`find_layers`.
-        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is
-            not split. ``"auto"``: the first batch decides, by its loss against its microbatches': ``"step"``, with the
-            weighting that fits, or else ``"whole"``, which is right for any loss.
+        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"model"``:
+            ``training_step`` runs once, with the whole batch, and the calls within it that treat samples independently
+            are split; right for any loss. ``"whole"``: nothing is split. ``"auto"``: the first batch decides, by its
+            loss against its microbatches': ``"step"``, with the weighting that fits, or else ``"model"``.
         loss_weight: Weight of a microbatch's loss in the batch's: by number of ``"samples"``, by number of ``"tokens"``
             (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
         background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
@@ -81,7 +83,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["step", "whole", "auto"] = "step",
+        split: Literal["step", "model", "whole", "auto"] = "step",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
@@ -94,8 +96,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             )
         if staleness not in (0, 1):
             raise ValueError(f"`staleness` must be 0 or 1, got {staleness!r}.")
-        if split not in ("auto", "step", "whole"):
-            raise ValueError(f"`split` must be 'auto', 'step' or 'whole', got {split!r}.")
+        if split not in ("auto", "step", "model", "whole"):
+            raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -292,10 +294,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         pipeline = self._pipeline or self._open()
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
+        if self._decided is None and self.split in ("auto", "model") and self._wanted() > 1:
+            self._decide(pipeline, batch, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
-        if len(sizes) > 1 and self._decided is None and self.split == "auto":
-            self._decide(batch, sizes, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
-            sizes = self._sizes(batch) if self._decided is not None else [1]
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
@@ -331,7 +332,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             if process_wide:  # the recompute must see the same default dtype
                 pipeline.wait_backward()
         if len(pieces) > 1:
-            logging.replay()
+            logging.replay(self._batch.losses, weights)
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
@@ -354,18 +355,25 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 pipeline.gradients.hand_over(unit)
         self._gradients_unused = True
 
+    def _wanted(self) -> int:
+        return self.microbatches or self._device_count() + 1
+
     def _sizes(self, batch: Any) -> list[int]:
-        wanted = self.microbatches or self._device_count() + 1
-        if self.split == "whole" or wanted == 1 or (self._decided is not None and self._decided[0] == "whole"):
+        """Samples of each microbatch that runs the step. Until the first batch has decided, the batch stays whole."""
+        way = self._decided[0] if self._decided is not None else self.split
+        return self._sizes_of_parts(batch) if way == "step" else [1]
+
+    def _sizes_of_parts(self, batch: Any) -> list[int]:
+        if self._wanted() == 1:
             return [1]
         try:
-            return mb.split_sizes(mb.batch_size(batch), wanted)
+            return mb.split_sizes(mb.batch_size(batch), self._wanted())
         except mb.UnsplittableBatchError:
             if self.split == "step":
                 raise
             return [1]
 
-    def _decide(self, batch: Any, sizes: list[int], step: LossOf) -> None:
+    def _decide(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
         """How the batches of this fit are split, by the evidence of the first one."""
         module = self.lightning_module
         assert module is not None
@@ -377,18 +385,47 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 return step(part)
 
         self.settle()
+        why = "because that was asked for"
         try:
-            evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+            if self.split == "auto":
+                sizes = self._sizes_of_parts(batch)
+                if len(sizes) > 1:
+                    evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+                    if evidence is None:
+                        return  # a later batch will tell
+                    if evidence.fits:
+                        self._decide_for_step(evidence)
+                        return
+                    why = f"because the loss couples samples: {evidence.describe()}"
+                elif mb.can_be_split(batch):
+                    return  # a single sample
+                else:
+                    why = "because the batch has no dimension of samples that all of it shares"
+            layers = [layer.module for layer in pipeline.layers]
+            splits = find_split_calls(module, layers, batch, self._wanted(), loss_of)
         except Exception as error:  # the step itself will raise it, if it is the step's
             self._decided = ("whole", self.loss_weight)
             rank_zero_info(f"roundpipe: whether the batch may be split could not be checked ({error!r}).")
             return
-        if evidence is None:
-            return  # a later batch will tell
-        if not evidence.fits:
-            self._decided = ("whole", self.loss_weight)
-            rank_zero_info(f"roundpipe: split='whole', because the loss couples samples: {evidence.describe()}.")
+        if splits is None:
             return
+        if not splits:
+            self._decided = ("whole", self.loss_weight)
+            rank_zero_info(
+                f"roundpipe: split='whole', {why}; and no call of a module with layers gives the same when it is split."
+                " Every result is right, but one device works at a time."
+            )
+            return
+        self._decided = ("model", self.loss_weight)
+        pipeline.split_calls(splits, self._wanted())
+        names = {module: name for name, module in module.named_modules()}
+        called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
+        rank_zero_info(
+            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches. A loss"
+            " that is a mean over samples would be faster, with split='step'."
+        )
+
+    def _decide_for_step(self, evidence: Evidence) -> None:
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
         # have different numbers of them.
         preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
@@ -482,7 +519,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         assert self._worker is not None and self._pipeline is not None and self._batch is not None
         self._pipeline.check()
         self._worker.order = self._pipeline.unit_order()
-        self._worker.submit(StepJob(optimizer, self._batch.gradients, before_step, after_step))
+        gradients = self._batch.gradients
+        assert isinstance(gradients, BatchGradients)
+        self._worker.submit(StepJob(optimizer, gradients, before_step, after_step))
         self._gradients_unused = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
 

@@ -90,7 +90,7 @@ class Call:
         self.state = state
         self.parameters = parameters
         self.record = record
-        self.autocast = _AutocastState()
+        self.autocast = AutocastState()
         self.seed: int | None = None
         self.random_state: RandomState | None = None
         self.merge_norm_statistics = False
@@ -404,7 +404,7 @@ class Call:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
-                    entered = _Enter.apply(
+                    entered = Enter.apply(
                         torch.empty(0, requires_grad=True), *(inputs[i] for i in self.gradient_inputs)
                     )
                     edges = [get_gradient_edge(tensor) for tensor in entered]
@@ -483,7 +483,7 @@ class _CallNode(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Inputs as they would come from the code before the layer: no leaves, so that they may be changed in place."""
 
     @staticmethod
@@ -510,7 +510,7 @@ def _saving_nothing(label: str) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
-class _AutocastState:
+class AutocastState:
     """The caller's autocast state, to be entered again and again."""
 
     __slots__ = ("_contexts", "_settings")
