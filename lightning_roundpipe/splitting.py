@@ -62,7 +62,7 @@ def gather_evidence(
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
-    candidates = {_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
+    candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
     evidence = _compare(module, batch, sizes, loss_of, candidates)
     masked = _with_labels_masked(batch)
     if evidence is None or masked is None or len(evidence.fits) < 2:
@@ -108,7 +108,8 @@ def count_labels(piece: Any) -> int:
     raise ValueError("The batch has no labels to count.")
 
 
-def _name(weight: LossWeight) -> str:
+def weight_name(weight: LossWeight) -> str:
+    """How a weighting is called in messages."""
     return weight if isinstance(weight, str) else getattr(weight, "__name__", "function")
 
 

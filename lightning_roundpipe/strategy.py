@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
@@ -35,7 +35,7 @@ from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
-from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence
+from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
@@ -83,7 +83,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["step", "model", "whole", "auto"] = "step",
+        split: Literal["step", "model", "whole", "auto"] = "auto",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
@@ -294,7 +294,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         pipeline = self._pipeline or self._open()
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
-        if self._decided is None and self.split in ("auto", "model") and self._wanted() > 1:
+        if self._decided is None and self.split != "whole" and self._wanted() > 1:
             self._decide(pipeline, batch, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
@@ -387,12 +387,16 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self.settle()
         why = "because that was asked for"
         try:
-            if self.split == "auto":
+            if self.split != "model":
                 sizes = self._sizes_of_parts(batch)
                 if len(sizes) > 1:
                     evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
                     if evidence is None:
                         return  # a later batch will tell
+                    if self.split == "step":
+                        self._decided = ("step", self.loss_weight)
+                        _warn_unless_fitting(evidence, self.loss_weight)
+                        return
                     if evidence.fits:
                         self._decide_for_step(evidence)
                         return
@@ -403,8 +407,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                     why = "because the batch has no dimension of samples that all of it shares"
             layers = [layer.module for layer in pipeline.layers]
             splits = find_split_calls(module, layers, batch, self._wanted(), loss_of)
+        except mb.UnsplittableBatchError:
+            raise
         except Exception as error:  # the step itself will raise it, if it is the step's
-            self._decided = ("whole", self.loss_weight)
+            self._decided = ("step" if self.split == "step" else "whole", self.loss_weight)
             rank_zero_info(f"roundpipe: whether the batch may be split could not be checked ({error!r}).")
             return
         if splits is None:
@@ -666,6 +672,21 @@ def _loss_of(output: Any) -> Tensor | None:
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
     extras = {key: value for key, value in output.items() if key != "loss"}
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
+
+
+def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None:
+    """Where the user has fixed the split, and it does not give the whole batch's loss."""
+    name = weight_name(loss_weight)
+    if name in evidence.fits:
+        return
+    if evidence.fits:
+        remedy = f"It does with loss_weight={evidence.fits[0]!r}."
+    else:
+        remedy = "The loss couples samples: use split='auto' or split='model', unless the loss of each part is meant."
+    rank_zero_warn(
+        f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch."
+        f" {remedy} ({evidence.describe()})"
+    )
 
 
 def _say_serial(reason: str) -> None:
