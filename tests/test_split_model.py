@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch.nn import functional as F
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.pipeline import turnstile
 from lightning_roundpipe.pipeline.call_split import CallSplit, find_split
 
 LossOf = Callable[["Model", Any], Tensor]
@@ -37,7 +40,8 @@ class Model(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(self, batch)
-        self.log("loss", loss)
+        if loss is not None:
+            self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -249,6 +253,75 @@ def test_nothing_can_be_split() -> None:
 @pytest.mark.parametrize("options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}], ids=str)
 def test_options(options: dict[str, Any]) -> None:
     assert_as_plain(Model(blocks(), info_nce, "AdamW").double(), batches((8, 8, 7, 8)), 3, 2, "auto", **options)
+
+
+@pytest.mark.parametrize("precision", ["64-true", "bf16-mixed", "bf16-true"])
+def test_precisions(precision: str) -> None:
+    model = Model(blocks(), info_nce)
+    model = model.double() if precision == "64-true" else model
+    data = [tuple(x.to(torch.float64 if precision == "64-true" else torch.float32) for x in b) for b in batches()]
+    plain = copy.deepcopy(model)
+    trainer = fit(model, data, RoundPipeStrategy(microbatches=3, split="model"), devices=2, precision=precision)
+    fit(plain, data, precision=precision)
+    assert way(trainer.strategy) == "model"
+    bound = 1e-10 if precision == "64-true" else 2e-2
+    for value, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_staleness(devices: int) -> None:
+    results = []
+    for split, m in (("whole", 1), ("model", 3)):
+        torch.manual_seed(0)
+        model = Model(blocks(), info_nce, "AdamW").double()
+        fit(model, batches((8, 8, 7, 8)), RoundPipeStrategy(m, staleness=1, split=split), devices=devices)  # type: ignore[arg-type]
+        results.append(list(model.parameters()))
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_an_overridden_backward() -> None:
+    class Halves(Model):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            (0.5 * loss).backward()
+
+    assert way(assert_as_plain(Halves(blocks(), info_nce).double(), batches(), 3, 2, "auto")) == "model"
+
+
+def test_a_batch_whose_split_outputs_are_not_used() -> None:
+    """Sometimes a split call gets no gradient, or there is no loss at all."""
+
+    def sometimes(model: Model, batch: tuple[Tensor, Tensor]) -> Any:
+        y = model(batch[0])
+        if len(batch[0]) == 7:
+            return None
+        return y.var() if batch[0][0, 0] < 5 else model.temperature.square()
+
+    data = batches((8, 8, 7, 8))
+    data[1][0][0, 0] = 9
+    assert way(assert_as_plain(Model(blocks(), sometimes).double(), data, 3, 2, "auto")) == "model"
+
+
+def test_the_report_shows_stages() -> None:
+    strategy = RoundPipeStrategy(microbatches=3, split="model")
+    fit(Model(blocks(), info_nce).double(), batches(), strategy, devices=2)
+    report = strategy.report()
+    assert report.microbatches == 3
+    assert all(row.forward_stage and row.backward_stage for row in report.layers)
+
+
+def test_random_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the threads' timing, the numbers are the same."""
+    results = []
+    draw = random.Random(0)
+    monkeypatch.setattr(turnstile, "handover_hook", lambda: time.sleep(draw.random() * 1e-3))
+    for _ in range(10):
+        torch.manual_seed(0)
+        model = Model(Blocks(), many_outputs).double()
+        fit(model, batches(), RoundPipeStrategy(microbatches=4, split="model"), devices=3)
+        results.append([value.detach().clone() for value in model.parameters()])
+    assert all(torch.equal(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
 def test_dropout_is_repeatable_and_independent_of_devices() -> None:

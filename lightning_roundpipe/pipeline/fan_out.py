@@ -64,7 +64,7 @@ class FanOut(Batch):
         self._sizes = sizes
         self._rebuild = rebuild
         self._grad = torch.is_grad_enabled()
-        self._autocast = AutocastState()
+        self._autocast = [AutocastState() for _ in sizes]  # each is entered by a thread of its own
         self.gradient_inputs = [
             i for i, leaf in enumerate(leaves) if self._grad and isinstance(leaf, Tensor) and leaf.requires_grad
         ]
@@ -89,7 +89,7 @@ class FanOut(Batch):
             for i, leaf in zip(self.gradient_inputs, Enter.apply(token, *self._inputs[index]), strict=True):
                 leaves[i] = leaf
         args, kwargs = self._rebuild(leaves)
-        with self._autocast, _grad_mode(self._grad):
+        with self._autocast[index], _grad_mode(self._grad):
             return self._module.forward(*args, **kwargs)
 
     def take(self, index: int, result: Any) -> list[Tensor]:

@@ -248,6 +248,10 @@ class Pipeline(CallOwner):
         self._threads = []
         self._batch = None
 
+    def plans(self) -> list[Plan]:
+        """The plan of the step, or those of the calls in it that are split."""
+        return [self.plan] if self.plan is not None else list(self._call_plans.values())
+
     @property
     def batch(self) -> Batch | None:
         return self._batch
