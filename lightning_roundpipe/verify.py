@@ -34,7 +34,7 @@ from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.pipeline.tape import RecomputeError
-from lightning_roundpipe.splitting import comparable, gather_evidence, undone
+from lightning_roundpipe.splitting import comparable, count_labels, undone
 from lightning_roundpipe.strategy import RoundPipeStrategy, loss_in
 from lightning_roundpipe.trees import map_tree
 from lightning_roundpipe.verification import Comparison, Finding, GradientError, Kind, LayerCheck, Verification
@@ -308,11 +308,11 @@ class _Check:
 
     def _compare(self, outcomes: Sequence[_Outcome], expected: _Outcome) -> None:
         """The pipeline's runs with plain autograd. If they differ, so may two runs of plain autograd."""
-        tolerance = _SAME_SUMS.get(self.dtype, _COARSE)
+        tolerance = self._tolerance(_SAME_SUMS, expected)
         reference = "plain autograd, same microbatches" if len(self.pieces) > 1 else "plain autograd, whole batch"
         names = ("pipeline, first batch", "pipeline, later batches")
         for name, outcome in zip(names, outcomes, strict=False):
-            self.comparisons.append(self._comparison(name, reference, outcome, expected, tolerance))
+            self.comparisons.append(self._comparison(name, reference, outcome, expected, _SAME_SUMS))
         wrong = [comparison for comparison in self.comparisons if not comparison.ok]
         left = {
             key: None for outcome in outcomes for key in outcome.state.differing(expected.state, tolerance, norms=False)
@@ -320,7 +320,7 @@ class _Check:
         if not wrong and not left:
             return
         again = self._run_plain(self.pieces, self.weights, self.seeds)
-        if not self._comparison("", "", again, expected, tolerance).ok:
+        if not self._comparison("", "", again, expected, _SAME_SUMS).ok:
             text = (
                 "Two runs of the step by plain autograd differ, from the same state and with the same seeds of PyTorch,"
                 " Python and NumPy. So whether the pipeline is right cannot be told. The step depends on something"
@@ -335,8 +335,13 @@ class _Check:
             text = f"After a batch, {names_left} is not what plain autograd on the same microbatches leaves. {_REMEDY}"
             self._found("side effect", layer, text, serious=True)
 
+    def _tolerance(self, table: dict[torch.dtype, float], outcome: _Outcome) -> float:
+        """What counts as rounding. Some models compute the loss in another precision than all else."""
+        types = [self.dtype] if outcome.loss is None else [self.dtype, outcome.loss.dtype]
+        return max(table.get(kind, _COARSE) for kind in types)
+
     def _comparison(
-        self, name: str, reference: str, found: _Outcome, expected: _Outcome, tolerance: float
+        self, name: str, reference: str, found: _Outcome, expected: _Outcome, table: dict[torch.dtype, float]
     ) -> Comparison:
         norms = {name: None if g is None else _norm(g) for name, g in expected.gradients.items()}
         floor = 1e-4 * max((norm for norm in norms.values() if norm is not None), default=0.0)
@@ -345,7 +350,8 @@ class _Check:
             _gradient_error(parameter, layer_of.get(parameter), found.gradients.get(parameter), gradient, floor)
             for parameter, gradient in expected.gradients.items()
         ]
-        return Comparison(name, reference, _number(found.loss), _number(expected.loss), errors, tolerance)
+        losses = _number(found.loss), _number(expected.loss)
+        return Comparison(name, reference, *losses, errors, self._tolerance(table, expected))
 
     def _explain(self, comparison: Comparison) -> None:
         """Says that there is a difference, and where."""
@@ -381,32 +387,37 @@ class _Check:
             why = "it draws random numbers" if whole.drew else "there are numbers that are not finite"
             self._found("split", None, f"Whether the microbatches add up to the whole batch cannot be told, as {why}.")
             return
-        tolerance = _OTHER_SUMS.get(self.dtype, _COARSE)
         reference = "plain autograd, whole batch"
-        self.whole = self._comparison("microbatches, plain autograd", reference, parts, whole, tolerance)
+        self.whole = self._comparison("microbatches, plain autograd", reference, parts, whole, _OTHER_SUMS)
         if not self.whole.ok:
-            self._found("split", None, self._misfit(self.whole), serious=True)
+            self._found("split", None, self._misfit(self.whole, whole, repeatable), serious=True)
 
-    def _misfit(self, comparison: Comparison) -> str:
+    def _misfit(self, comparison: Comparison, whole: _Outcome, repeatable: bool) -> str:
         text = (
             "The microbatches do not add up to the whole batch: by plain autograd their loss is"
             f" {comparison.loss} instead of {comparison.expected_loss}"
         )
         if (worst := comparison.worst) is not None:
             text += f", and the gradient of {worst.parameter!r} is off by {worst.relative:.1e} of its norm"
-
-        def step(part: Any) -> Tensor | None:
-            with self.strategy.precision_plugin.train_step_context():
-                return loss_in(self.module.training_step(part, *self.arguments))
-
-        wanted = self.strategy.way[1]
-        evidence = gather_evidence(self.module, self.batch, self.sizes, step, wanted)
-        fits = [] if evidence is None else [name for name in evidence.fits if name in ("samples", "tokens", "sum")]
-        if fits and wanted not in fits:
-            return f"{text}. With loss_weight={fits[0]!r} they do."
+        if (fitting := self._fitting_option(whole, repeatable)) is not None:
+            return f"{text}. With {fitting} they do."
         kept = "; ".join(self._by_layer(self.kept).values())
         state = f", or depends on what the microbatches before have left ({kept})" if kept else ""
         return f"{text}. The loss couples samples, or weighs them in its own way{state}. Use split='whole' or 'auto'."
+
+    def _fitting_option(self, whole: _Outcome, repeatable: bool) -> str | None:
+        """A weighting with which the microbatches do add up."""
+        options: dict[str, mb.LossWeight] = {f"loss_weight={name!r}": name for name in ("samples", "tokens", "sum")}
+        for option, weight in {**options, "split='auto', which counts labels,": count_labels}.items():
+            try:
+                weights = mb.loss_weights(self.pieces, self.sizes, weight)
+            except ValueError:  # no labels to count
+                continue
+            if weights != self.weights:
+                parts = self._run_plain(self.pieces, weights, repeatable=repeatable)
+                if self._comparison("", "", parts, whole, _OTHER_SUMS).ok:
+                    return option
+        return None
 
     # -- findings --------------------------------------------------------------------------------------------------
 

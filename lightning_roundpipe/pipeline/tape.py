@@ -64,7 +64,7 @@ class Escaped:
     def ways(self, layer: Layer) -> set[str]:
         """How tensors came out of the layer besides being returned."""
         hooked = {type(layer.modules[index]).__name__ for index, *_ in self.hook_calls}
-        attributes = {name for _, name, value in self.attribute_changes if isinstance(value, Tensor)}
+        attributes = {name for _, name, value in self.attribute_changes if _has_gradient(value)}
         ways = {f"a forward hook on {kind} inside the layer" for kind in hooked}
         ways.update(f"the attribute {name!r}, set in its forward" for name in attributes)
         return ways | ({"objects handed to it, into which it writes"} if self.argument_changes else set())
@@ -504,6 +504,10 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *gradients)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
