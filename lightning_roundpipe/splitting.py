@@ -336,7 +336,7 @@ class _Contents:
             container.update(contents) if isinstance(container, (dict, set)) else container.extend(contents)
         with torch.no_grad():
             for tensor, value in self._tensors.values():
-                if tensor._version or not torch.equal(tensor, value):
+                if not torch.equal(tensor, value):
                     tensor.data.copy_(value)
         for set_state, state in self._generators.values():
             set_state(state)

@@ -70,7 +70,8 @@ def verify(
     other kinds, or to files, is not undone.
 
     Args:
-        module: The module; it needs no Trainer.
+        module: The module, with all its layers in place. It needs no Trainer, and of its hooks only those for the batch
+            and ``configure_optimizers`` are called.
         batch: A batch as the data loader gives it. The module's own batch transfer hooks are called on it.
         devices: How many devices to run on.
         microbatches: As for :class:`RoundPipeStrategy`, like the next three.
