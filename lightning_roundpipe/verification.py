@@ -182,7 +182,9 @@ class Verification:
         """The outcome in a sentence or two."""
         if not self.ok:
             faults = [_sentence(finding) for finding in self.findings if finding.serious]
-            return "NOT OK. " + " ".join(dict.fromkeys(faults or ["The pipeline could not be compared with anything."]))
+            if not faults:
+                return "NOT VERIFIED. " + " ".join(finding.text for finding in self.findings if finding.kind == "split")
+            return "NOT OK. " + " ".join(dict.fromkeys(faults))
         if all(comparison.equal for comparison in self.pipeline):
             how = "to the last bit"
         else:

@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -193,7 +193,7 @@ class _Check:
         self.sizes: list[int] = [1]
         self.weights: list[float] = [1.0]
         self.layers: list[Layer] = []
-        self.calls: Counter[int] = Counter()
+        self.calls: list[int] = []
         self.seeds: _Seeds | None = None
         self.kept: list[tuple[str, str]] = []
         """What a microbatch leaves for the next one to find."""
@@ -223,9 +223,14 @@ class _Check:
         self.kept = expected.state.differing(before, norms=False)
         self._note_side_effects(before, expected.state)
         self._note_missing(expected)
-        if not many and random and pipeline is not None and pipeline.last_microbatches > 1:
-            text = "The microbatches draw random numbers of their own, so they cannot be compared with the whole batch."
-            self._found("random", None, text)
+        split_within = not many and pipeline is not None and pipeline.last_microbatches > 1
+        norms = any(isinstance(m, _BatchNorm) and m.training for m in self.module.modules())
+        if split_within and (random or norms):
+            text = (
+                "Microbatches draw random numbers, or normalize by statistics, of their own, so that they cannot be"
+                " compared with the whole batch. Verify module.eval(), in which they do not."
+            )
+            self._found("split", None, text)
         else:
             self._compare(outcomes, expected)
         if many and not any(finding.serious for finding in self.findings):
@@ -247,8 +252,7 @@ class _Check:
             pipeline.step = 0  # for the same random numbers again
         if (pipeline := self.strategy.pipeline) is not None:
             self.layers = pipeline.layers
-            runs = pipeline.batch.runs if pipeline.batch is not None else []
-            self.calls = Counter(index for run in runs if run is not None for index in run.sequence)
+            self.calls = [cost.calls for cost in pipeline.forward_costs]  # since the first batch
             self._note_layers(pipeline)
         return outcomes
 
@@ -404,7 +408,7 @@ class _Check:
             return f"{text}. With {fitting} they do."
         kept = "; ".join(self._by_layer(self.kept).values())
         state = f", or depends on what the microbatches before have left ({kept})" if kept else ""
-        return f"{text}. The loss couples samples, or weighs them in its own way{state}. Use split='whole' or 'auto'."
+        return f"{text}. The loss couples samples, or weighs them in its own way{state}. Use split='model'."
 
     def _fitting_option(self, whole: _Outcome, repeatable: bool) -> str | None:
         """A weighting with which the microbatches do add up."""

@@ -406,7 +406,7 @@ def test_a_batch_that_cannot_be_split() -> None:
 
 @pytest.mark.parametrize(
     ("loss", "option"),
-    [(lambda y: y.square().sum(), "loss_weight='sum'"), (lambda y: y.var(), "split='whole'")],
+    [(lambda y: y.square().sum(), "loss_weight='sum'"), (lambda y: y.var(), "split='model'")],
     ids=["sum", "variance"],
 )
 def test_a_loss_that_does_not_fit(loss: Callable[[Tensor], Tensor], option: str) -> None:
@@ -439,6 +439,18 @@ def test_token_means() -> None:
     assert verify(Tokens().double(), batch, loss_weight="tokens").ok
     chosen = verify(Tokens().double(), batch, split="auto")
     assert chosen.ok and (chosen.split, chosen.loss_weight) == ("step", "tokens")
+
+
+def test_calls_that_are_split_within_the_step() -> None:
+    """With a loss over the whole batch, compared with just that; as far as microbatches compute the same."""
+    report = verify(Net(loss=lambda y: y.var()), X, split="model", microbatches=3)
+    assert report.ok and report.fits is None
+    assert (report.split, report.microbatches) == ("model", 3)
+    assert [layer.calls for layer in report.layers] == [3, 3, 3]
+    random = verify(Net(nn.Dropout(0.5), loss=lambda y: y.var()), X, split="model")
+    assert not random.ok and not serious(random) and random.verdict().startswith("NOT VERIFIED.")
+    assert verify(Net(nn.Dropout(0.5), loss=lambda y: y.var()).eval(), X, split="model").ok
+    assert verify(Net(loss=lambda y: y.var()), X, split="whole").ok
 
 
 def test_batch_norm_is_named_and_no_misfit() -> None:
