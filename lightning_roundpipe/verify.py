@@ -55,12 +55,9 @@ def verify(
     batch: Any,
     *,
     devices: int = 2,
-    microbatches: int | None = None,
-    layers: Any | None = None,
-    split: Any = "step",
-    loss_weight: Any = "samples",
     precision: Any | None = None,
     batch_idx: int = 0,
+    **options: Any,
 ) -> Verification:
     """Runs one batch through the pipeline and through plain autograd, and tells how far they agree and what was found.
 
@@ -74,13 +71,11 @@ def verify(
             and ``configure_optimizers`` are called.
         batch: A batch as the data loader gives it. The module's own batch transfer hooks are called on it.
         devices: How many devices to run on.
-        microbatches: As for :class:`RoundPipeStrategy`, like the next three.
-        layers: As above.
-        split: As above.
-        loss_weight: As above.
         precision: As for the Trainer. By default the module computes in the type that it has; ``"64-true"`` leaves the
             least doubt about what is rounding.
         batch_idx: What ``training_step`` is told.
+        options: Those of :class:`RoundPipeStrategy` that training will have, such as ``microbatches``, ``layers``,
+            ``split`` and ``loss_weight``.
 
     Returns:
         The report. ``report.ok`` tells whether the module can be trained like this. An error that the pipeline raises
@@ -102,7 +97,7 @@ def verify(
             " example before."
         )
     started = time.perf_counter()
-    strategy = _Strategy(microbatches, 0, layers, split, loss_weight, background_step=False)
+    strategy = _Strategy(**{**options, "background_step": False})
     with ExitStack() as stack:
         stack.enter_context(_quiet())
         stack.enter_context(torch.enable_grad())

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -21,9 +22,12 @@ from test_untouched import anatomy, process_state
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from lightning_roundpipe import Verification, verify
+import lightning_roundpipe
+from lightning_roundpipe import RoundPipeStrategy, Verification
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.verification import Finding
+
+verify = partial(lightning_roundpipe.verify, split="step")
 
 X = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
 
@@ -145,6 +149,16 @@ def test_precision(precision: str | None, dtype: torch.dtype) -> None:
 def test_layers_are_those_asked_for() -> None:
     report = verify(MLP().double(), batches_of(vectors, 1, 6)[0], layers=["Linear"])
     assert report.ok and [layer.kind for layer in report.layers] == ["Linear"] * 5
+
+
+def test_options_are_the_strategy_s() -> None:
+    (batch,) = batches_of(vectors, 1, 6)
+    assert lightning_roundpipe.verify(MLP().double(), batch).ok
+    options = {"microbatches": 2, "staleness": 1, "background_step": True, "split": "whole"}
+    report = verify(MLP().double(), batch, **options)
+    assert report.ok and report.split == "whole" and RoundPipeStrategy(**options)
+    with pytest.raises(ValueError, match="`split` must be"):
+        verify(MLP(), batch, split="sideways")
 
 
 def test_parameters_without_gradient() -> None:
