@@ -61,10 +61,10 @@ def verify(
 ) -> Verification:
     """Runs one batch through the pipeline and through plain autograd, and tells how far they agree and what was found.
 
-    It takes about as long as five training steps, and twice the memory of parameters and gradients. The optimizer does
-    not step. Afterwards the module is what it was: parameters, gradients, buffers, attributes (lists, dicts and sets
-    included), metrics, logs, its Trainer and the random generators; so is the batch. What the step does to objects of
-    other kinds, or to files, is not undone.
+    It takes about as long as five training steps, and the memory of training with Adam. The optimizer does not step.
+    Afterwards the module is what it was: parameters, gradients, buffers, attributes (lists, dicts and sets included),
+    metrics, logs, its Trainer and the random generators; so is the batch. What the step does to objects of other kinds,
+    or to files, is not undone.
 
     Args:
         module: The module, with all its layers in place. It needs no Trainer, and of its hooks only those for the batch
@@ -130,6 +130,14 @@ class _Strategy(RoundPipeStrategy):
     def pipeline(self) -> Pipeline | None:
         return self._pipeline
 
+    def begin_anew(self) -> None:
+        """The next batch draws the same random numbers, and the sums of this one are left to whoever holds them."""
+        pipeline = self._pipeline
+        assert pipeline is not None
+        pipeline.step = 0
+        for unit in pipeline.store.units:
+            pipeline.gradients.hand_over(unit)
+
     @property
     def way(self) -> tuple[str, Any]:
         """How a batch is split, and its losses are weighed."""
@@ -190,6 +198,13 @@ class _Check:
         self.layers: list[Layer] = []
         self.calls: list[int] = []
         self.seeds: _Seeds | None = None
+        self.random = False
+        self.expected: _Outcome | None = None
+        self.same_parts = True
+        """Whether pipeline and plain autograd can be compared at all."""
+        self.before = _State(module)
+        self.left: dict[tuple[str, str], None] = {}
+        """What pipeline and plain autograd leave differently."""
         self.kept: list[tuple[str, str]] = []
         """What a microbatch leaves for the next one to find."""
         types = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
@@ -197,16 +212,54 @@ class _Check:
         self.dtype = torch.half if half else max(types, key=lambda kind: torch.finfo(kind).eps, default=torch.float32)
 
     def run(self) -> None:
-        """Runs the batch in all ways, and notes what is found."""
-        outcomes = self._run_pipeline()
+        """Runs the batch in all ways, and notes what is found.
+
+        No more than two sets of gradients are held at a time.
+        """
+        for name in ("pipeline, first batch", "pipeline, later batches"):
+            if not self._run_pipeline_as(name):
+                break
+        expected = self.expected
+        assert expected is not None
+        if (pipeline := self.strategy.pipeline) is not None:
+            self.calls = [cost.calls for cost in pipeline.forward_costs]  # since the first batch
+            self._note_layers(pipeline)
+        self._note_side_effects(expected.state)
+        self._note_missing(expected)
+        self._judge(expected)
+        if len(self.pieces) > 1 and not any(finding.serious for finding in self.findings):
+            self._compare_with_whole(expected)
+
+    # -- the runs --------------------------------------------------------------------------------------------------
+
+    def _run_pipeline_as(self, name: str) -> bool:
+        """The first time the batch runs serially, which records what layers are like; then as all later batches do."""
+        outcome = None
+        try:
+            outcome = self._run(self._step_of_pipeline)
+        except Exception as error:
+            self._note_error(error)
+        if self.expected is None:  # random numbers of layers are seeded as the first batch has shown
+            self.expected = self._run_reference()
+        if outcome is None or not self.same_parts:
+            return outcome is not None
+        tolerance = self._tolerance(_SAME_SUMS, self.expected)
+        reference = "plain autograd, same microbatches" if len(self.pieces) > 1 else "plain autograd, whole batch"
+        self.comparisons.append(self._comparison(name, reference, outcome, self.expected, _SAME_SUMS))
+        self.left.update(dict.fromkeys(outcome.state.differing(self.expected.state, tolerance, norms=False)))
+        return True
+
+    def _run_reference(self) -> _Outcome:
+        """Plain autograd on the same microbatches."""
+        pipeline = self.strategy.pipeline
         with suppress(ValueError):  # what cannot be split has been found already
             self.pieces, self.sizes, self.weights = self.strategy.pieces(self.batch)
         many = len(self.pieces) > 1
-        random = any(layer.draws() and self.calls[layer.index] for layer in self.layers)
-        pipeline = self.strategy.pipeline
+        if pipeline is not None:
+            self.layers = pipeline.layers
+        self.random = any(layer.draws() for layer in self.layers)
         if many and pipeline is not None:
-            self.seeds = _Seeds(pipeline.seed, self.layers if random else [])
-        before = _State(self.module)
+            self.seeds = _Seeds(pipeline.seed, self.layers if self.random else [])
         try:
             expected = self._run_plain(self.pieces, self.weights, self.seeds)
         except Exception as error:
@@ -214,48 +267,23 @@ class _Check:
             for finding in self.findings:
                 error.add_note(f"verify: found before: {finding.text}")
             raise
-        random |= expected.drew
-        self.kept = expected.state.differing(before, norms=False)
-        self._note_side_effects(before, expected.state)
-        self._note_missing(expected)
-        split_within = not many and pipeline is not None and pipeline.last_microbatches > 1
+        self.random |= expected.drew
         norms = any(isinstance(m, _BatchNorm) and m.training for m in self.module.modules())
-        if split_within and (random or norms):
+        if not many and pipeline is not None and pipeline.last_microbatches > 1 and (self.random or norms):
+            self.same_parts = False
             text = (
                 "Microbatches draw random numbers, or normalize by statistics, of their own, so that they cannot be"
                 " compared with the whole batch. Verify module.eval(), in which they do not."
             )
             self._found("split", None, text)
-        else:
-            self._compare(outcomes, expected)
-        if many and not any(finding.serious for finding in self.findings):
-            self._compare_with_whole(expected, random)
-
-    # -- the runs --------------------------------------------------------------------------------------------------
-
-    def _run_pipeline(self) -> list[_Outcome]:
-        """The batch twice: serially, which records what layers are like, and then as all later batches run."""
-        outcomes: list[_Outcome] = []
-        for _ in range(2):
-            try:
-                outcomes.append(self._run(self._step_of_pipeline))
-            except Exception as error:
-                self._note_error(error)
-                break
-            pipeline = self.strategy.pipeline
-            assert pipeline is not None
-            pipeline.step = 0  # for the same random numbers again
-        if (pipeline := self.strategy.pipeline) is not None:
-            self.layers = pipeline.layers
-            self.calls = [cost.calls for cost in pipeline.forward_costs]  # since the first batch
-            self._note_layers(pipeline)
-        return outcomes
+        return expected
 
     def _step_of_pipeline(self) -> tuple[Tensor | None, bool]:
         loss = loss_in(self.strategy.training_step(_copied(self.batch), *self.arguments))
         if loss is not None:
             self.module.backward(loss)
         self.strategy.after_backward()
+        self.strategy.begin_anew()
         return loss, False
 
     def _run_plain(
@@ -306,18 +334,10 @@ class _Check:
 
     # -- comparing -------------------------------------------------------------------------------------------------
 
-    def _compare(self, outcomes: Sequence[_Outcome], expected: _Outcome) -> None:
-        """The pipeline's runs with plain autograd. If they differ, so may two runs of plain autograd."""
-        tolerance = self._tolerance(_SAME_SUMS, expected)
-        reference = "plain autograd, same microbatches" if len(self.pieces) > 1 else "plain autograd, whole batch"
-        names = ("pipeline, first batch", "pipeline, later batches")
-        for name, outcome in zip(names, outcomes, strict=False):
-            self.comparisons.append(self._comparison(name, reference, outcome, expected, _SAME_SUMS))
+    def _judge(self, expected: _Outcome) -> None:
+        """If the pipeline and plain autograd differ, so may two runs of plain autograd."""
         wrong = [comparison for comparison in self.comparisons if not comparison.ok]
-        left = {
-            key: None for outcome in outcomes for key in outcome.state.differing(expected.state, tolerance, norms=False)
-        }
-        if not wrong and not left:
+        if not wrong and not self.left:
             return
         again = self._run_plain(self.pieces, self.weights, self.seeds)
         if not self._comparison("", "", again, expected, _SAME_SUMS).ok:
@@ -331,8 +351,8 @@ class _Check:
             return
         for comparison in wrong:
             self._explain(comparison)
-        for layer, names_left in self._by_layer(left).items():
-            text = f"After a batch, {names_left} is not what plain autograd on the same microbatches leaves. {_REMEDY}"
+        for layer, names in self._by_layer(self.left).items():
+            text = f"After a batch, {names} is not what plain autograd on the same microbatches leaves. {_REMEDY}"
             self._found("side effect", layer, text, serious=True)
 
     def _tolerance(self, table: dict[torch.dtype, float], outcome: _Outcome) -> float:
@@ -374,10 +394,10 @@ class _Check:
             )
         self._found("difference", layer, f"{text} {_REMEDY}", serious=True)
 
-    def _compare_with_whole(self, expected: _Outcome, random: bool) -> None:
+    def _compare_with_whole(self, expected: _Outcome) -> None:
         """Whether the microbatches add up to the whole batch: a question of the loss, not of the pipeline."""
         norms = [m for m in self.module.modules() if isinstance(m, _BatchNorm) and m.training and m.track_running_stats]
-        repeatable = random or bool(norms)
+        repeatable = self.random or bool(norms)
         parts = self._run_plain(self.pieces, self.weights, repeatable=True) if repeatable else expected
         whole = self._run_plain([self.batch], [1.0], repeatable=repeatable)
         if norms:
@@ -458,8 +478,9 @@ class _Check:
             text = f"The microbatches run one after the other, because {pipeline.serial_reason}."
             self._found("serial", None, f"{text} Results are right, but devices do not work at the same time.")
 
-    def _note_side_effects(self, before: "_State", after: "_State") -> None:
-        for layer, names in self._by_layer(after.differing(before)).items():
+    def _note_side_effects(self, after: "_State") -> None:
+        self.kept = after.differing(self.before, norms=False)
+        for layer, names in self._by_layer(after.differing(self.before)).items():
             self._found("side effect", layer, f"A step changes {names}.")
 
     def _note_missing(self, expected: _Outcome) -> None:
