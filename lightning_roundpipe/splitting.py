@@ -7,6 +7,8 @@ buffers, attributes and parameters is undone.
 """
 
 import copy
+import operator
+import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -238,10 +241,7 @@ def _is_looked_into(module: nn.Module) -> bool:
 
 def _loss(module: nn.Module, batch: Any, loss_of: LossOf) -> Tensor | None:
     batch = map_tree(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
-    with undone(module), torch.no_grad(), _Repeatable():
-        for submodule in module.modules():
-            if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
-                submodule.training = False  # that it normalizes per microbatch is known and no coupling of the loss
+    with comparable(module), torch.no_grad():
         loss = loss_of(batch)
         return None if loss is None else loss.detach().clone()
 
@@ -261,39 +261,93 @@ def _with_labels_masked(batch: Any) -> Any | None:
 
 
 @contextmanager
+def comparable(module: nn.Module) -> Iterator[None]:
+    """A batch and its parts compute the same in it, if the loss allows: without randomness, and with the running
+    statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
+    :func:`undone`.
+    """
+    with undone(module), _Repeatable():
+        for submodule in module.modules():
+            if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
+                submodule.training = False
+        yield
+
+
+@contextmanager
 def undone(module: nn.Module) -> Iterator[None]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
+    So are lists, dicts and sets, also within one another, and generators of its own. Other objects are not looked into.
     Parameters are not copied; see :class:`_Repeatable`.
     """
-    random = RandomState.capture()
+    generators = RandomState.capture()
     before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
-    tensors: dict[int, tuple[Tensor, Tensor]] = {}
-    containers: list[tuple[Any, Any]] = []
     buffers = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
-    values = [value for _, items in (*before, *buffers) for value in items.values()]
-    for value in values:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            tensors[id(value)] = (value, value.detach().clone())
-        elif isinstance(value, (list, dict, set, deque)):  # among them a module's hooks
-            containers.append((value, copy.copy(value)))
+    contents = _Contents()
+    for _, items in (*before, *buffers):
+        for value in items.values():
+            contents.note(value)
     try:
         yield
     finally:
-        for container, contents in containers:
-            container.clear()
-            container.extend(contents) if isinstance(container, (list, deque)) else container.update(contents)
         for submodule, attributes in before:
             submodule.__dict__.clear()
             submodule.__dict__.update(attributes)
-        for items, contents in buffers:
+        for items, values in buffers:
             items.clear()
-            items.update(contents)
+            items.update(values)
+        contents.put_back()
+        generators.restore()
+
+
+class _Contents:
+    """What was in tensors, containers and generators."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, value: Any) -> None:
+        kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
+        if issubclass(kind, Tensor):
+            if not issubclass(kind, nn.Parameter):
+                self._tensors.setdefault(id(value), (value, value.detach().clone()))
+        elif issubclass(kind, (list, dict, set, deque)) and id(value) not in self._containers:
+            plain = dict if issubclass(kind, dict) else list
+            self._containers[id(value)] = (value, plain(value))
+            for item in value.values() if plain is dict else value:
+                self.note(item)
+        elif issubclass(kind, tuple):
+            for item in value:
+                self.note(item)
+        elif issubclass(kind, torch.Generator):
+            self._generators[id(value)] = (value.set_state, value.get_state())
+        elif issubclass(kind, random.Random):
+            self._generators[id(value)] = (value.setstate, value.getstate())
+        elif issubclass(kind, numpy.random.Generator):
+            bits = value.bit_generator
+            self._generators[id(value)] = (partial(setattr, bits, "state"), bits.state)
+
+    def put_back(self) -> None:
+        for container, contents in self._containers.values():
+            if _holds(container, contents):
+                continue
+            container.clear()
+            container.update(contents) if isinstance(container, (dict, set)) else container.extend(contents)
         with torch.no_grad():
-            for tensor, value in tensors.values():
-                if tensor._version or not torch.equal(tensor, value):
+            for tensor, value in self._tensors.values():
+                if not torch.equal(tensor, value):
                     tensor.data.copy_(value)
-        random.restore()
+        for set_state, state in self._generators.values():
+            set_state(state)
+
+
+def _holds(container: Any, contents: Any) -> bool:
+    """Whether a container holds the very objects that it held."""
+    if isinstance(container, dict):
+        return list(container) == list(contents) and all(container[key] is contents[key] for key in contents)
+    return len(container) == len(contents) and all(map(operator.is_, container, contents))
 
 
 class _Repeatable(TorchFunctionMode):

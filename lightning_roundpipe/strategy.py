@@ -295,7 +295,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         if self._decided is None and self.split != "whole" and self._wanted() > 1:
-            self._decide(pipeline, batch, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
+            self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
@@ -311,7 +311,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
                     outputs[index] = output = module.training_step(piece, *rest, **kwargs)
-                return _loss_of(output)
+                return loss_in(output)
 
             return step
 
@@ -651,7 +651,7 @@ class _BatchLoss(torch.autograd.Function):
         return (None, None, None, None, None)
 
 
-def _loss_of(output: Any) -> Tensor | None:
+def loss_in(output: Any) -> Tensor | None:
     """The loss in what training_step returned, with Lightning's own words where there is none."""
     if isinstance(output, Mapping):
         loss = output.get("loss")

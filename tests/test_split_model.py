@@ -239,6 +239,19 @@ def test_a_hook_of_the_users() -> None:
     assert seen[-3:] == [8, 8, 7]
 
 
+def test_only_the_first_batch_is_serial() -> None:
+    class Watched(RoundPipeStrategy):
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            output = super().training_step(*args, **kwargs)
+            assert self._pipeline is not None and self._pipeline.batch is not None
+            recorded.append(self._pipeline.batch.records)
+            return output
+
+    recorded: list[bool] = []
+    fit(Model(blocks(), info_nce).double(), batches(), Watched(microbatches=2, split="model"), devices=2)
+    assert recorded == [True, False, False]
+
+
 def test_nothing_can_be_split() -> None:
     """One layer that looks at the whole batch: it runs whole."""
 

@@ -176,7 +176,7 @@ class Pipeline(CallOwner):
             scale,
             deferred,
             plan,
-            self.plan is None,
+            self.plan is None and not self._call_plans,
             self.gradients.begin_batch(len(weights)),
             self.store.version_for_next_batch(),
             splits_calls=splits_calls,

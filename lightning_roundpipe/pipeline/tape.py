@@ -61,6 +61,14 @@ class Escaped:
     def __init__(self, parts: tuple[Any, Any, Any, Any, Any]) -> None:
         self.output, self.hook_calls, self.attribute_changes, self.argument_changes, self.changed_tensors = parts
 
+    def ways(self, layer: Layer) -> set[str]:
+        """How tensors came out of the layer besides being returned."""
+        hooked = {type(layer.modules[index]).__name__ for index, *_ in self.hook_calls}
+        attributes = {name for _, name, value in self.attribute_changes if _has_gradient(value)}
+        ways = {f"a forward hook on {kind} inside the layer" for kind in hooked}
+        ways.update(f"the attribute {name!r}, set in its forward" for name in attributes)
+        return ways | ({"objects handed to it, into which it writes"} if self.argument_changes else set())
+
 
 class Call:
     """One execution of a layer by one microbatch, and what is needed to run it again.
@@ -187,7 +195,10 @@ class Call:
         parts, _ = run.structure.build(new)
         if self.kept is None:
             run.structure.leaves = []
-        return Escaped(parts)
+        escaped = Escaped(parts)
+        if self.record:
+            self.layer.traits.escapes |= escaped.ways(self.layer)
+        return escaped
 
     def _check_own_parameters(self) -> None:
         """A layer that gives its parameters another type would give it to our stand-ins only."""
@@ -493,6 +504,10 @@ class Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *gradients)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
