@@ -573,7 +573,6 @@ class Pipeline(CallOwner):
             or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
             or bool(layer.traits.foreign)
         )
-        caller_tensors = arguments.leaves
         leaves = store.layer_leaves(layer, batch.version)
         call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
         call.merge_norm_statistics = batch.microbatches > 1
@@ -604,9 +603,6 @@ class Pipeline(CallOwner):
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
         run.built.write_back(escaped.argument_changes)
-        for i, tensor in escaped.changed_tensors:
-            # The values are in place; the caller's tensor now has the call in its history.
-            caller_tensors[i].copy_(tensor)
         for index, name, value in escaped.attribute_changes:
             self.attributes.set(microbatch, layer.modules[index], name, value)
         for index, hook_args, hook_kwargs, output in escaped.hook_calls:
@@ -810,6 +806,7 @@ class Pipeline(CallOwner):
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
         left = microbatch.calls_left
         for call in microbatch.calls:
+            call.check_aliases()
             if call.differentiable:
                 for unit in self.store.units_of_layer(call.layer):
                     left[unit] = left.get(unit, 0) + 1

@@ -5,12 +5,13 @@ of the calls, with skip connections, shared layers, hooks and several backward p
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
@@ -39,12 +40,25 @@ class Mode:
 class Run:
     """The outcome of running a layer once: everything that came out of it, by return or otherwise, as flat leaves."""
 
-    __slots__ = ("built", "edges", "hook_calls", "norm_statistics", "structure")
+    __slots__ = ("built", "changed", "edges", "hook_calls", "norm_statistics", "returned", "structure")
 
-    def __init__(self, structure: Structure, built: Built, edges: list[GradientEdge], replica: Replica) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        built: Built,
+        edges: list[GradientEdge],
+        replica: Replica,
+        inputs: Sequence[Any],
+        changed: Collection[int],
+    ) -> None:
         self.structure = structure
         self.built = built
         self.edges = edges
+        self.changed = changed
+        """The arguments' leaves that the layer changed in place."""
+        numbers = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
+        self.returned = {i: numbers[id(leaf)] for i, leaf in enumerate(structure.leaves) if id(leaf) in numbers}
+        """What came out that is itself one of the arguments' leaves."""
         self.hook_calls = replica.hook_calls
         self.norm_statistics: list[NormStatistics] = replica.norm_statistics
 
@@ -56,10 +70,10 @@ class Run:
 class Escaped:
     """What came out of a call, as the caller sees it."""
 
-    __slots__ = ("argument_changes", "attribute_changes", "changed_tensors", "hook_calls", "output")
+    __slots__ = ("argument_changes", "attribute_changes", "hook_calls", "output")
 
     def __init__(self, parts: tuple[Any, Any, Any, Any, Any]) -> None:
-        self.output, self.hook_calls, self.attribute_changes, self.argument_changes, self.changed_tensors = parts
+        self.output, self.hook_calls, self.attribute_changes, self.argument_changes, _ = parts
 
     def ways(self, layer: Layer) -> set[str]:
         """How tensors came out of the layer besides being returned."""
@@ -120,6 +134,7 @@ class Call:
         self._state_versions: list[tuple[int, int]] = []
         self._norms_aside: frozenset[int] = frozenset()
         self._versions: list[tuple[int, Tensor, int]] = []
+        self._aliases: list[tuple[Tensor, int]] = []
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
@@ -183,14 +198,22 @@ class Call:
 
     def link(self, run: Run, owner: "CallOwner", token: Tensor) -> Escaped:
         """Makes the outputs of a run part of the caller's autograd graph."""
-        leaves = run.leaves
-        self.differentiable = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        leaves, given = run.leaves, self.arguments.leaves
+        unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
+        self.differentiable = [
+            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad and i not in unchanged
+        ]
         new = list(leaves)
         if self.differentiable:
-            inputs = [self.arguments.leaves[i] for i in self.gradient_inputs]
+            inputs = [given[i] for i in self.gradient_inputs]
             outputs = _CallNode.apply(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
+        for i, argument in run.returned.items():  # the caller gets its own tensor back, as without us
+            if argument in run.changed:
+                _put_in_history(given[argument], new[i])
+            new[i] = given[argument]
+        self._watch_aliases([new[i] for i in self.differentiable], given)
         self.arguments.leaves = []  # the saved inputs are all that is kept
         parts, _ = run.structure.build(new)
         if self.kept is None:
@@ -199,6 +222,35 @@ class Call:
         if self.record:
             self.layer.traits.escapes |= escaped.ways(self.layer)
         return escaped
+
+    def _watch_aliases(self, outputs: Sequence[Tensor], given: Sequence[Any]) -> None:
+        """Outputs that share memory with one another or with arguments: autograd knows of it within the call only."""
+        sharing: dict[int, dict[int, Tensor]] = {}
+        for tensor in (*outputs, *(leaf for leaf in given if isinstance(leaf, Tensor))):
+            if (memory := _memory(tensor)) is not None:
+                sharing.setdefault(memory, {})[id(tensor)] = tensor
+        of_call = {id(output) for output in outputs}
+        self._aliases = [
+            (_version_of(tensor), tensor._version)
+            for tensors in sharing.values()
+            if len(tensors) > 1 and not of_call.isdisjoint(tensors)
+            for tensor in tensors.values()
+        ]
+
+    def check_aliases(self) -> None:
+        """After the step.
+
+        Raises:
+            RecomputeError: When a tensor was changed in place after the call that shares memory with its outputs.
+        """
+        if any(counter._version != version for counter, version in self._aliases):
+            raise RecomputeError(
+                f"{self.label}: it returns tensors that share memory with one another or with its arguments (views),"
+                " and one of them was changed in place after the call: the gradients of the others would be wrong."
+                " Return a copy from the layer (tensor.clone()), change the tensor out of place (x = x + y instead of"
+                " x += y), or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+            )
+        self._aliases = []
 
     def _check_own_parameters(self) -> None:
         """A layer that gives its parameters another type would give it to our stand-ins only."""
@@ -309,7 +361,16 @@ class Call:
         if not outputs or not targets:
             return [None] * len(run.edges), []
         with device.running():
-            found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
+            try:
+                found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
+            except RuntimeError as error:
+                if "modified by an inplace operation" in str(error):
+                    error.add_note(
+                        f"{self.label}: an argument or output of this call, or a tensor inside the layer, is needed for"
+                        " its gradient and was changed in place afterwards, by the layer or by the code after it."
+                        " Change it out of place (x = x + y instead of x += y), or hand on a copy (tensor.clone())."
+                    )
+                raise
         inputs: list[Tensor | None] = list(found[: len(run.edges)])
         return inputs, [(m, g) for m, g in zip(masters, found[len(run.edges) :], strict=True) if g is not None]
 
@@ -444,9 +505,21 @@ class Call:
             )
             output = replica.forward(*args, **kwargs)
             hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
-            changed = [(i, inputs[i]) for i, version in versions if inputs[i]._version != version]
-            escaped = (output, hook_calls, replica.attribute_changes(), built.changes(), changed)
-            return Run(Structure(escaped, built.originals()), built, edges, replica)
+            changed = [i for i, version in versions if inputs[i]._version != version]
+            if len({_memory(inputs[i]) for i in changed}) < len(changed):
+                raise RecomputeError(
+                    f"{self.label}: the layer changes an argument in place that shares memory with another one (a view"
+                    " of it): the other's gradient would be wrong. Pass a copy (tensor.clone()), or keep the layer out"
+                    " of the pipeline with RoundPipeStrategy(layers=...)."
+                )
+            escaped = (
+                output,
+                hook_calls,
+                replica.attribute_changes(),
+                built.changes(),
+                [inputs[i] for i in changed],
+            )
+            return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed)
 
     def _put_random_state(self) -> None:
         """As it was in the first run."""
@@ -508,6 +581,27 @@ class Enter(torch.autograd.Function):
 
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
+
+
+def _memory(tensor: Tensor) -> int | None:
+    """Where a tensor's memory is, if it has any."""
+    if tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
+
+
+def _version_of(tensor: Tensor) -> Tensor:
+    """Counts the changes of a tensor without keeping its memory."""
+    counter = tensor.detach()
+    counter.data = counter.new_empty(0)
+    return counter
+
+
+def _put_in_history(tensor: Tensor, changed: Tensor) -> None:
+    """Makes what a layer has done to the caller's tensor in place part of that tensor's history."""
+    in_place = _memory(tensor) == _memory(changed)  # the values are there already, so nothing changes by this copy
+    with _unsafe_preserve_version_counter(tensor) if in_place else nullcontext():
+        tensor.copy_(changed)
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
