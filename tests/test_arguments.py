@@ -1,9 +1,11 @@
 """Arguments taken apart and put together again, and what a layer changed in them."""
 
+import re
 import types
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -26,6 +28,28 @@ class Fields:
 class Plain:
     def __init__(self, value: Any) -> None:
         self.value = value
+
+
+@dataclass(slots=True)
+class Slots:
+    a: Tensor
+    b: str = "label"
+
+
+@dataclass(slots=True, frozen=True)
+class FrozenSlots:
+    a: Tensor
+    b: list = field(default_factory=list)
+
+
+class SlotsAndAttributes(Plain):
+    """Slots besides a ``__dict__``, one of them without a value."""
+
+    __slots__ = ("__hidden", "never")
+
+    def __init__(self, value: Any) -> None:
+        super().__init__(value)
+        self.__hidden = Y
 
 
 class Table(Mapping):
@@ -74,6 +98,9 @@ def rebuilt(tree: Any) -> Any:
         ([], []),
         (Pair(X, (Y,)), [X, Y]),
         (Fields(X), [X, "label"]),
+        (Slots(X), [X, "label"]),
+        (FrozenSlots(X, [Slots(Y)]), [X, Y, "label"]),
+        (SlotsAndAttributes(X), [Y, X]),
         (Plain(Plain(X)), [X]),
         (defaultdict(list, a=[X]), [X]),
         (UserDict(a=X), [X]),
@@ -96,7 +123,24 @@ def test_leaves_in_order_and_types_kept(tree: Any, leaves: list[Any]) -> None:
     assert all(a is b or a == b for a, b in zip(again, leaves, strict=True))
 
 
-@pytest.mark.parametrize("leaf", [nn.Linear(1, 1), len, lambda: X, types.SimpleNamespace, torch, Called(X)])
+class Queue(deque):
+    """Has attributes, but most of what it holds lies elsewhere."""
+
+
+LEAVES = [
+    nn.Linear(1, 1),
+    len,
+    lambda: X,
+    types.SimpleNamespace,
+    torch,
+    Called(X),
+    Queue([X]),
+    datetime.now(),
+    re.compile(""),
+]
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=lambda leaf: type(leaf).__name__)
 def test_opaque_leaves(leaf: Any) -> None:
     structure = Structure([leaf])
     assert structure.leaves == [leaf]
@@ -217,6 +261,20 @@ def test_attributes_are_written_back() -> None:
 
     changed(plain, change)
     assert vars(plain) == {"value": Y, "new": 2}
+
+
+def test_slots_are_written_back() -> None:
+    slots = SlotsAndAttributes(X)
+
+    def change(built: SlotsAndAttributes) -> None:
+        built.value, built.never = Y, X
+        del built._SlotsAndAttributes__hidden
+
+    changed(slots, change)
+    assert vars(slots) == {"value": Y}
+    assert slots.never is X and not hasattr(slots, "_SlotsAndAttributes__hidden")
+    tree, _ = changed(FrozenSlots(X, []), lambda built: built.b.append(Y))
+    assert tree.b == [Y]
 
 
 def test_the_original_is_untouched_until_then() -> None:

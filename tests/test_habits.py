@@ -469,12 +469,116 @@ class ReturnsNothing(WithBias):
         return self.net[1:](hidden)
 
 
+@dataclass(slots=True)
+class Slots:
+    hidden: Tensor
+    last: Tensor | None = None
+
+
+@dataclass(slots=True, frozen=True)
+class FrozenSlots:
+    slots: Slots
+
+
+class TakesSlots(nn.Linear):
+    def forward(self, given: FrozenSlots) -> FrozenSlots:
+        slots = given.slots
+        slots.last = slots.hidden
+        slots.hidden = torch.tanh(super().forward(slots.hidden))
+        return FrozenSlots(slots)
+
+
+@case
+class TensorsInSlots(Habit):
+    def __init__(self) -> None:
+        super().__init__(lambda: TakesSlots(WIDTH, WIDTH))
+
+    def output(self, x: Tensor) -> Tensor:
+        slots = Slots(x)
+        given = FrozenSlots(slots)
+        for layer in self.net:
+            given = layer(given)
+            assert given.slots is slots
+        return slots.hidden + slots.last
+
+
 @case
 class OutArgument(WithBias):
     def output(self, x: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         self.add_bias(out)
         return self.net(x) + out
+
+
+class Passes(nn.Linear):
+    """Skipped, as in stochastic depth."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@case
+class ReturnsItsArgument(Habit):
+    """What a layer returns is its argument, and changed as such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passes = Passes(WIDTH, WIDTH)
+
+    def output(self, x: Tensor) -> Tensor:
+        hidden = self.net[0](x) * 1.0
+        same = self.passes(hidden)
+        same.mul_(2)
+        return self.net[1:](hidden) + same
+
+
+class AddsInPlace(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        x += torch.tanh(super().forward(x.clone()))
+        return x
+
+
+@case
+class ResidualStreamInPlace(Habit):
+    """Each block adds to the one tensor and returns it; the step uses it under all of its names."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: AddsInPlace(WIDTH, WIDTH))
+        self.first = linear()
+
+    def output(self, x: Tensor) -> Tensor:
+        start = self.first(x)
+        x = self.net[0](start)
+        x += 1
+        x = self.net[1](x)
+        self.net[2](x)
+        return x + start.square()
+
+
+class DoublesLate(nn.Linear):
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            x.mul_(2)
+        return super().forward(x)
+
+
+@case
+class LastLayerChangesItsArgumentLate(Habit):
+    """Its graph is kept: no copy for a recompute is missing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = DoublesLate(WIDTH, WIDTH)
+
+    def output(self, x: Tensor) -> Tensor:
+        hidden = self.net(x) * 1.0
+        return self.last(hidden) + hidden
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.last.late = self.trainer.global_step >= 2
+        return super().training_step(batch, batch_idx)
 
 
 class Fills(nn.Module):
@@ -686,24 +790,53 @@ class ClosureOverATensor(Habit):
         return x
 
 
-@dataclass(slots=True)
-class Slots:
-    hidden: Tensor
+class TwoViews(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = super().forward(x)
+        return hidden, hidden[:, :2]
 
 
-class TakesSlots(nn.Linear):
-    def forward(self, slots: Slots) -> Tensor:
-        return torch.tanh(super().forward(slots.hidden))
-
-
-class TensorInSlots(Habit):
+class ViewsChangedLater(Habit):
     def __init__(self) -> None:
-        super().__init__(lambda: TakesSlots(WIDTH, WIDTH))
+        super().__init__()
+        self.views = TwoViews(WIDTH, WIDTH)
 
     def output(self, x: Tensor) -> Tensor:
-        for layer in self.net:
-            x = layer(Slots(x))
-        return x
+        hidden, part = self.views(self.net[0](x))
+        hidden.mul_(2)
+        return self.net[1:](hidden) + part.sum()
+
+
+class Turns(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.t()
+
+
+class ViewOfAnArgumentChangedLater(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.turns = Turns(WIDTH, WIDTH)
+
+    def output(self, x: Tensor) -> Tensor:
+        hidden = self.net[0](x) * 1.0
+        self.turns(hidden).mul_(2)
+        return self.net[1:](hidden)
+
+
+class DoublesTheFirst(nn.Linear):
+    def forward(self, x: Tensor, part: Tensor) -> Tensor:
+        x.mul_(2)
+        return super().forward(x) + part.sum()
+
+
+class ArgumentWithAView(Habit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubles = DoublesTheFirst(WIDTH, WIDTH)
+
+    def output(self, x: Tensor) -> Tensor:
+        hidden = self.net[0](x) * 1.0
+        return self.net[1:](self.doubles(hidden, hidden[:, :2]))
 
 
 class SumsQueue(nn.Linear):
@@ -761,7 +894,9 @@ class GradientPenalty(GradientInTheStep):
 
 REFUSED = {
     ClosureOverATensor: "uses a tensor made outside it that is none of its arguments.* Pass it as an argument",
-    TensorInSlots: "uses a tensor made outside it that is none of its arguments.* Pass it as an argument",
+    ViewsChangedLater: r"share memory with one another .* changed in place after the call.*tensor\.clone\(\)",
+    ViewOfAnArgumentChangedLater: r"share memory .* with its arguments .* changed in place after the call",
+    ArgumentWithAView: r"changes an argument in place that shares memory with another one.* Pass a copy",
     QueueThatChanges: "did not return the same: the values differ.* depend on its arguments only",
     InnerHookReplacesOutputs: "hook on Linear inside it replaces or changes the module's output.* on the layer itself",
     InnerHookChangesOutputs: "hook on Linear inside it replaces or changes the module's output.* on the layer itself",
@@ -775,6 +910,28 @@ REFUSED = {
 def test_refused(kind: type[Habit], m: int, devices: int) -> None:
     with pytest.raises(RuntimeError, match=f"layer .*{REFUSED[kind]}"):
         trained(kind, m, devices)
+
+
+class ChangedAfterTheLayer(Habit):
+    """Refused by plain Lightning, too: a sigmoid needs its output for its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(linear(), nn.Sigmoid()))
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net[2](self.net[1](self.net[0](x))).mul_(2)
+
+
+@pytest.mark.parametrize(("m", "devices"), [(1, 1), (2, 2)])
+def test_what_autograd_needs_was_changed_in_place(m: int, devices: int) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        expected(ChangedAfterTheLayer, m)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        trained(ChangedAfterTheLayer, m, devices)
+    remedy, where = caught.value.__notes__
+    assert "layer 'net.2'" in remedy
+    assert "instead of x += y" in remedy
+    assert f"microbatch 1 of {m} in batch " in where
 
 
 class Lazy(Habit):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 _MAX_NODES = 100_000
+_MADE_BY_CLASS_STATEMENT = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _LEAF_TYPES = (
     Tensor, nn.Module, str, bytes, int, float, complex, type(None), type, torch.Size, torch.dtype, torch.device, slice,
     range, Enum, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType,
@@ -132,8 +133,11 @@ class Built:
                 for key, value in contents.items():
                     original[key] = value  # type: ignore[index]
             else:
-                vars(original).clear()
-                vars(original).update(contents)
+                for name in _slots(type(original)):
+                    if hasattr(original, name):
+                        object.__delattr__(original, name)
+                getattr(original, "__dict__", {}).clear()
+                _set_attributes(original, contents)
 
 
 def _contents(item: Any) -> tuple[list[Any] | None, list[Any]] | None:
@@ -142,10 +146,49 @@ def _contents(item: Any) -> tuple[list[Any] | None, list[Any]] | None:
         return None, list(item)
     if isinstance(item, Mapping):
         return list(item), list(item.values())
-    attributes = getattr(item, "__dict__", None)
-    if type(attributes) is dict and not callable(item):
+    if callable(item) or not _is_written_in_python(type(item)):
+        return None
+    if type(getattr(item, "__dict__", None)) is dict or _slots(type(item)):
+        attributes = _attributes(item)
         return list(attributes), list(attributes.values())
     return None
+
+
+def _is_written_in_python(kind: type) -> bool:
+    """Whether its objects hold nothing but attributes. A deque or an array holds more, and is made in its own way."""
+    return all(base is object or base.__flags__ & _MADE_BY_CLASS_STATEMENT for base in kind.__mro__)
+
+
+_known_slots: dict[type, tuple[str, ...]] = {}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    """The names of the attributes that a class's objects hold in slots, those of its bases included."""
+    if kind not in _known_slots:
+        _known_slots[kind] = tuple(
+            name
+            for base in kind.__mro__
+            if "__slots__" in vars(base)
+            for name, member in vars(base).items()
+            if isinstance(member, types.MemberDescriptorType)
+        )
+    return _known_slots[kind]
+
+
+def _attributes(item: Any) -> dict[str, Any]:
+    """What an object holds in its ``__dict__`` and its slots."""
+    in_slots = {name: getattr(item, name) for name in _slots(type(item)) if hasattr(item, name)}
+    return {**in_slots, **getattr(item, "__dict__", {})}
+
+
+def _set_attributes(item: Any, attributes: Mapping[str, Any]) -> None:
+    """Also those of frozen objects, and past whatever a class does when an attribute is set."""
+    slots = _slots(type(item))
+    for name, value in attributes.items():
+        if name in slots:
+            object.__setattr__(item, name, value)
+        else:
+            vars(item)[name] = value
 
 
 def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
@@ -184,7 +227,7 @@ def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
             for key, value in values.items():
                 new[key] = value
     else:
-        vars(new).update(values)
+        _set_attributes(new, values)
     return new
 
 
@@ -217,7 +260,7 @@ def _mutable(item: Any) -> bool:
 def _values(item: Any) -> list[Any]:
     if isinstance(item, list):
         return list(item)
-    contents: Mapping[Any, Any] = item if isinstance(item, Mapping) else vars(item)
+    contents: Mapping[Any, Any] = item if isinstance(item, Mapping) else _attributes(item)
     return [part for pair in contents.items() for part in pair]
 
 
@@ -225,4 +268,4 @@ def _shallow(item: Any) -> Any:
     """The contents in a plain container, so that they can be taken apart in their turn."""
     if isinstance(item, list):
         return list(item)
-    return dict(item) if isinstance(item, Mapping) else dict(vars(item))
+    return dict(item) if isinstance(item, Mapping) else _attributes(item)
