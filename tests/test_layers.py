@@ -7,6 +7,7 @@ import pytest
 import torch
 from models import UNet, bert, gpt2, llama, mixtral, t5, vit
 from torch import Tensor, nn
+from transformers import AlbertConfig, AlbertModel
 
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 
@@ -173,7 +174,10 @@ def test_models_of_transformers(make: Callable[[], nn.Module]) -> None:
             lambda module: isinstance(module, nn.Sequential),
             ["blocks.0.mix", "blocks.0.feed", "blocks.1.mix", "blocks.1.feed", "head"],
         ),
-        (lambda module: [module.blocks[0].mix], ["blocks.0.mix", "blocks.0.feed", "blocks.1", "head"]),
+        (
+            lambda module: [module.blocks[0].mix],
+            ["blocks.0.mix", "blocks.0.feed.0", "blocks.0.feed.2", "blocks.1", "head"],
+        ),
     ],
     ids=["class name", "class", "deeper class", "path", "deeper path", "both", "predicate", "function"],
 )
@@ -185,6 +189,48 @@ def test_every_parameter_of_the_rest_is_in_a_layer() -> None:
     model = resnet()
     found = names(model, ["Residual"])
     assert found == RESNET
+
+
+class Namespace(nn.Module):
+    """Holds modules, and has no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [
+        (nn.ModuleList(Block() for _ in range(2)), ["rest.0", "rest.1"]),
+        (nn.ModuleList(nn.ModuleList(Block() for _ in range(2)) for _ in range(2)),
+         [f"rest.{i}.{j}" for i in range(2) for j in range(2)]),
+        (nn.ModuleDict({"a": Block(), "b": nn.ReLU()}), ["rest.a"]),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Sequential(Block(), Block())),
+         ["rest.0", "rest.2.0", "rest.2.1"]),
+        (nn.ModuleDict({"a": nn.Sequential(Block(), nn.ReLU())}), ["rest.a.0"]),
+        (Namespace(), ["rest.inner"]),
+    ],
+    ids=["list", "list of lists", "dict", "sequential", "sequential in a dict", "namespace"],
+)  # fmt: skip
+def test_containers_that_hold_none_of_the_chosen(rest: nn.Module, expected: list[str]) -> None:
+    """Their children become layers, whether the container is called or its children are."""
+    assert names(Holds(first=nn.Conv2d(4, 4, 1), rest=rest), ["Conv2d"]) == ["first", *expected]
+
+
+def test_a_block_called_again_and_again() -> None:
+    """ALBERT has one block, which it calls for each of its layers. Without several blocks side by side nothing shows
+    that it is the block that counts, so the encoder is one layer, whose recompute holds the activations of all of its
+    calls: right but coarse. By name it is a layer that is called as often as the encoder is deep.
+    """
+    config = AlbertConfig(
+        vocab_size=9, embedding_size=4, hidden_size=8, num_hidden_layers=4, num_attention_heads=2, intermediate_size=8
+    )
+    model = Holds(model=AlbertModel(config))
+    assert names(model) == ["model.embeddings", "model.encoder", "model.pooler"]
+    group = "model.encoder.albert_layer_groups.0.albert_layers.0"
+    named = ["model.embeddings", "model.encoder.embedding_hidden_mapping_in", group, "model.pooler"]
+    assert names(model, ["AlbertLayer"]) == named
 
 
 def test_blocks_that_transformers_names() -> None:

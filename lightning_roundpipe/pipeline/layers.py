@@ -24,7 +24,7 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
         root: The module to look through; never a layer itself.
         spec: Class names, classes or module paths (``"net.blocks.3"``); or a function that is called with the root
             and returns the layers, or with each submodule in turn and tells whether it is one. Modules with
-            parameters that lie outside the chosen ones become layers, too.
+            parameters that lie outside the chosen ones become layers, too, and of containers their children.
 
     Raises:
         ValueError: When the spec matches no module.
@@ -32,12 +32,18 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
     chosen = _named_blocks(root) if spec is None else _specified(root, spec)
     layers: dict[str, nn.Module] = {}
     seen: set[nn.Module] = set()
-    automatic = spec is None
+
+    def is_open(module: nn.Module, repeated: bool) -> bool:
+        if module in chosen or _contains(module, chosen):
+            return module not in chosen
+        if spec is None:
+            return not repeated and _is_open(module)
+        return isinstance(module, _CONTAINERS) or not _callable(module)  # the step may call the children themselves
 
     def visit(name: str, module: nn.Module, repeated: bool) -> None:
         if module in seen or not (_callable(module) or _holds_modules(module)):
             return
-        if module in chosen or not (_contains(module, chosen) or (automatic and not repeated and _is_open(module))):
+        if not is_open(module, repeated):
             if _callable(module) and (module in chosen or _worth_moving(module)):
                 seen.add(module)
                 layers[name] = module
