@@ -10,7 +10,8 @@ the two arguments `strategy="roundpipe"` and `devices` are there for the pipelin
 import argparse
 import csv
 import logging
-import sys
+import textwrap
+import time
 import warnings
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,7 +21,6 @@ import lightning as L
 import rich
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
@@ -143,6 +143,29 @@ def learning_rate_factor(step: int) -> float:
     return min((step + 1) / WARMUP_STEPS, (WARMUP_STEPS / (step + 1)) ** 0.5)
 
 
+class Progress(L.Callback):
+    """Prints a line now and then. (In a hook before the backward: after it, the callback could look at the weights, so
+    that the pipeline would wait for the optimizer.)
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.started = self.printed = time.monotonic()
+
+    def on_before_backward(self, trainer: L.Trainer, module: L.LightningModule, loss: Tensor) -> None:
+        now = time.monotonic()
+        if now - self.printed >= self.seconds:
+            self.printed = now
+            speed = trainer.global_step * BATCH_SIZE * CONTEXT / (now - self.started)
+            print(
+                f"{now - self.started:5.0f} s: batch {trainer.global_step}, loss {loss.item():.3f},"
+                f" {speed:,.0f} tokens per second",
+                flush=True,
+            )
+
+
 def logged_train_losses(log_dir: str) -> list[float]:
     with open(Path(log_dir) / "metrics.csv") as file:
         return [float(row["train_loss"]) for row in csv.DictReader(file) if row.get("train_loss")]
@@ -160,18 +183,18 @@ def main() -> None:
     L.seed_everything(0, verbose=False)
     data = PythonDocs()
     model = CharGPT(len(data.characters))
-    timer = Timer({"seconds": arguments.seconds})
     trainer = L.Trainer(
         strategy="roundpipe",
         accelerator="cpu",
         devices=arguments.devices,
         gradient_clip_val=1.0,
-        callbacks=[timer],
+        max_time={"seconds": arguments.seconds},
+        callbacks=[Progress(seconds=arguments.seconds / 12)],
         logger=CSVLogger("demo_logs", name="char_gpt"),
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         enable_model_summary=False,
-        enable_progress_bar=sys.stdout.isatty(),
+        enable_progress_bar=False,
     )
 
     print(f"text: {len(data.encoded):,} characters, {len(data.characters)} different ones")
@@ -180,7 +203,6 @@ def main() -> None:
     print(f"training for {arguments.seconds} s on {arguments.devices} virtual devices ...", flush=True)
     trainer.fit(model, data)
     report = trainer.strategy.report()
-    training_seconds = timer.time_elapsed("train") - timer.time_elapsed("validate")
     val_loss_after = trainer.callback_metrics["val_loss"].item()  # the fit ended with a validation
 
     train_losses = logged_train_losses(trainer.logger.log_dir)
@@ -188,11 +210,12 @@ def main() -> None:
     print(f"training loss:   {train_losses[0]:.3f} before, {mean(train_losses[-20:]):.3f} after (last 20 batches)")
     print(f"validation loss: {val_loss_before:.3f} before, {val_loss_after:.3f} after")
     tokens = trainer.global_step * BATCH_SIZE * CONTEXT
-    print(f"speed:           {tokens / training_seconds:,.0f} tokens per second ({trainer.global_step} batches)")
+    print(f"speed:           {tokens / report.training_seconds:,.0f} tokens per second ({trainer.global_step} batches)")
     print(f"checkpoint:      {Path(trainer.checkpoint_callback.best_model_path).resolve()}")
     print(f"logs:            {(Path(trainer.logger.log_dir) / 'metrics.csv').resolve()}")
     prompt = "The statement "
-    print(f"generated text:\n{data.decode(model.eval().generate(data.encode(prompt), length=400))}")
+    text = data.decode(model.eval().generate(data.encode(prompt), length=400))
+    print("generated text:", *(textwrap.fill(line, width=80) for line in text.splitlines()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,17 @@ from lightning_roundpipe.pipeline.runtime import Pipeline
 
 @dataclass(frozen=True, slots=True)
 class LayerRow:
-    """One layer: how large it is, in which stages it runs, and how long one microbatch takes."""
+    """One layer: how large it is, in which stages it runs, and how long one microbatch takes.
+
+    Attributes:
+        name: Its path in the module.
+        kind: The name of its class.
+        parameters: How many numbers its parameters hold.
+        forward_stage: The forward stages that it is in: several if it is called several times.
+        backward_stage: The same for the backward.
+        forward_ms: Mean milliseconds of a call's forward for one microbatch. The first batch is not measured.
+        backward_ms: The same for the backward, with the recomputation, which the last stage does not need.
+    """
 
     name: str
     kind: str
@@ -23,7 +33,13 @@ class LayerRow:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRow:
-    """One device: how long it was busy with layers, and how many layer calls it ran."""
+    """One device.
+
+    Attributes:
+        name: Its name, as in errors.
+        busy_seconds: How long it was busy with layers.
+        actions: How many layer calls it ran, forward and backward.
+    """
 
     name: str
     busy_seconds: float
@@ -32,13 +48,23 @@ class DeviceRow:
 
 @dataclass(frozen=True, slots=True)
 class PipelineReport:
-    """Layers, stages and devices of a training run."""
+    """Layers, stages and devices of a training run.
+
+    Attributes:
+        layers: A row for each layer, in the order of registration.
+        devices: A row for each device.
+        microbatches: Into how many microbatches the last batch was split.
+        batches: How many batches were trained.
+        wall_seconds: Time since the first batch began, everything included.
+        training_seconds: The same without validation.
+    """
 
     layers: list[LayerRow]
     devices: list[DeviceRow]
     microbatches: int
     batches: int
     wall_seconds: float
+    training_seconds: float
 
     def table(self) -> Group:
         """The report for a terminal."""
@@ -60,17 +86,17 @@ class PipelineReport:
                 f"{row.forward_ms:.2f}",
                 f"{row.backward_ms:.2f}",
             )
-        devices = Table(title=f"Devices ({self.batches} batches in {self.wall_seconds:.1f} s)")
+        devices = Table(title=f"Devices ({self.batches} batches, {self.training_seconds:.1f} s of training)")
         devices.add_column("device")
         for title in ("busy s", "busy %", "layer calls"):
             devices.add_column(title, justify="right")
         for device in self.devices:
-            share = 100 * device.busy_seconds / self.wall_seconds if self.wall_seconds else 0.0
+            share = 100 * device.busy_seconds / self.training_seconds if self.training_seconds else 0.0
             devices.add_row(device.name, f"{device.busy_seconds:.2f}", f"{share:.1f}", f"{device.actions:,}")
         return Group(layers, devices)
 
 
-def make_report(pipeline: Pipeline, wall_seconds: float) -> PipelineReport:
+def make_report(pipeline: Pipeline, wall_seconds: float, training_seconds: float) -> PipelineReport:
     """Reads a pipeline's present state."""
     rows = []
     for layer in pipeline.layers:
@@ -91,4 +117,4 @@ def make_report(pipeline: Pipeline, wall_seconds: float) -> PipelineReport:
         DeviceRow(device.name, use.busy_seconds, use.calls)
         for device, use in zip(pipeline.devices, pipeline.use, strict=True)
     ]
-    return PipelineReport(rows, devices, pipeline.last_microbatches, pipeline.batches, wall_seconds)
+    return PipelineReport(rows, devices, pipeline.last_microbatches, pipeline.batches, wall_seconds, training_seconds)

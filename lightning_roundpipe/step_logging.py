@@ -46,9 +46,9 @@ class StepLogging:
         try:
             yield
         finally:
-            _put_back(module, "log", own_log)
+            put_back(module, "log", own_log)
             for metric, own in zip(metrics, own_forwards, strict=True):
-                _put_back(metric.__dict__, "forward", own)
+                put_back(metric.__dict__, "forward", own)
 
     def replay(self, losses: Sequence[Tensor | None], loss_weights: Sequence[float]) -> None:
         """Logs every name once, with the value of the whole batch.
@@ -127,7 +127,8 @@ def _is_the_loss(value: Any, loss: Tensor | None) -> bool:
     return value.numel() == 1 and float(value) == float(loss)
 
 
-def _put_back(attributes: dict[str, Any], name: str, own: Any) -> None:
+def put_back(attributes: dict[str, Any], name: str, own: Any) -> None:
+    """Ends a stand-in among an object's attributes: None where there was none before."""
     if own is None:
         attributes.pop(name, None)
     else:

@@ -1,5 +1,6 @@
 """The Lightning strategy: splits training steps into microbatches and runs them through the pipeline."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -45,6 +46,7 @@ from lightning_roundpipe.state.optimizer import (
     needs_closure,
 )
 from lightning_roundpipe.step_logging import StepLogging, current_microbatch
+from lightning_roundpipe.step_profiling import StepProfiling
 from lightning_roundpipe.trees import map_tree
 
 _CHECKPOINT_KEY = "roundpipe"
@@ -122,7 +124,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._restored: dict[str, Any] | None = None
         self._fresh_metrics: dict[int, Metric] = {}
         self._threads_before: int | None = None
-        self._started = 0.0
+        self._started = self._validation_started = self._validation_seconds = 0.0
         self._report: PipelineReport | None = None
         self._last_state: dict[str, Any] | None = None
 
@@ -193,6 +195,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         count = self._device_count()
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // count)
+        if count > (cores := _cores()):
+            rank_zero_warn(
+                f"roundpipe: {count} virtual devices share {cores} core{'s' if cores > 1 else ''}, so they cannot all"
+                f" work at the same time: the numbers are right, but training is no faster than with devices={cores}."
+            )
         restored = self._restored or {}
         pipeline = Pipeline(
             module,
@@ -211,7 +218,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._fresh_metrics = {}
         self._gradients_unused = False
         self._decided = None
-        self._started = time.perf_counter()
+        self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
         rank_zero_info(
@@ -229,7 +236,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if worker is not None:
             with suppress(Cancelled):  # steps of batches before a failed one are still made
                 worker.wait_idle()
-        self._report = make_report(pipeline, time.perf_counter() - self._started)
+        self._report = self._make_report(pipeline)
         self._last_state = None if pipeline.monitor.failure is not None else state
         pipeline.close()
         if worker is not None:
@@ -301,6 +308,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
         logging = StepLogging(module, sizes, self._fresh_metrics)
+        profiling = StepProfiling(trainer.profiler, pipeline.interleaves(), pipeline.run_serially)  # type: ignore[attr-defined]
         outputs: list[Any] = [None] * len(pieces)
         plugin = self.precision_plugin
         # The default dtype belongs to the whole process; autocast to each thread.
@@ -321,6 +329,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         with (
             plugin.train_step_context() if process_wide else nullcontext(),
             logging.recording() if len(pieces) > 1 else nullcontext(),
+            profiling.recording() if len(pieces) > 1 else nullcontext(),
         ):
             self._batch = pipeline.start_batch(
                 [step_of(index, piece) for index, piece in enumerate(pieces)],
@@ -590,7 +599,12 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def on_validation_start(self) -> None:
         self.settle()
+        self._validation_started = time.perf_counter()
         super().on_validation_start()
+
+    def on_validation_end(self) -> None:
+        super().on_validation_end()
+        self._validation_seconds += time.perf_counter() - self._validation_started
 
     def _state(self) -> dict[str, Any] | None:
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""
@@ -613,10 +627,14 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             RuntimeError: When nothing has been trained yet.
         """
         if self._pipeline is not None:
-            return make_report(self._pipeline, time.perf_counter() - self._started)
+            return self._make_report(self._pipeline)
         if self._report is None:
             raise RuntimeError("There is nothing to report before the first training batch.")
         return self._report
+
+    def _make_report(self, pipeline: Pipeline) -> PipelineReport:
+        wall_seconds = time.perf_counter() - self._started
+        return make_report(pipeline, wall_seconds, wall_seconds - self._validation_seconds)
 
     @classmethod
     def register_strategies(cls, strategy_registry: _StrategyRegistry) -> None:
@@ -686,6 +704,11 @@ def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None
         f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch."
         f" {remedy} ({evidence.describe()})"
     )
+
+
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _say_serial(reason: str) -> None:

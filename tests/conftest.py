@@ -40,5 +40,6 @@ def quiet_lightning() -> Iterator[None]:
     logger.setLevel(logging.WARNING)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*have no `val_dataloader`.*")  # most tests only train
+        warnings.filterwarnings("ignore", ".*virtual devices share.*")
         yield
     logger.setLevel(level)

@@ -256,6 +256,17 @@ def test_user_s_exception_surfaces_with_a_note(name: str, devices: int) -> None:
     assert_trains_right(model, devices)
 
 
+@pytest.mark.parametrize("name", ["training_step", "first batch", "layer forward", "layer backward", "glue backward"])
+def test_stop_iteration_is_an_error(name: str) -> None:
+    """Plain Lightning takes it for the end of the data, and ends the epoch without a word."""
+    kind, phases = FAILURES[name]
+    model = build(partial(kind, error=StopIteration))
+    error = raised(model, RuntimeError, 2, match="StopIteration was raised in a training step")
+    assert isinstance(error.__cause__, StopIteration) and str(error.__cause__) == "bad row"
+    assert f"of {M} in batch" in note_of(error) and any(phase in note_of(error) for phase in phases)
+    assert_trains_right(model, 2)
+
+
 def traceback_of(error: BaseException) -> Any:
     return pytest.ExceptionInfo.from_exception(error).traceback
 

@@ -38,7 +38,10 @@ def test_char_gpt(tmp_path: Path) -> None:
     saved = torch.load(checkpoint, weights_only=True)
     assert saved["global_step"] == int(batches) and "pos" in saved["state_dict"]
     assert sum(1 for line in Path(log).read_text().splitlines() if line) > int(batches)
+    seconds, loss, _ = found(r"^ +(\d+) s: batch \d+, loss ([\d.]+), ([\d,]+) tokens per second$")
+    assert int(seconds) <= 6 and float(loss) < 10
     (text,) = found(r"^generated text:\n(.*)\Z")
+    assert all(len(line) <= 80 for line in text.splitlines())
     assert text.startswith("The statement ") and len(text.rstrip("\n")) > 200
     for name in ("tok", *(f"blocks.{index}" for index in range(int(blocks))), "cpu:0", "cpu:1"):
         assert f"│ {name} " in run.stdout, name

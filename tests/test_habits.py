@@ -6,6 +6,7 @@ The reference of a case is plain Lightning fed the microbatches with gradient ac
 
 import copy
 import random
+import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -1019,6 +1020,33 @@ class LayersDrawLate(Habit):
 def test_layers_that_draw_late_are_refused(devices: int) -> None:
     with pytest.raises(RuntimeError, match=r"A layer drew random numbers .* did not draw in the first batch"):
         trained(LayersDrawLate, 2, devices)
+
+
+class RunsWhileAThreadDraws(nn.Linear):
+    """A thread of the user's own, say one that makes data, happens to draw while the layer runs."""
+
+    late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.late:
+            thread = threading.Thread(target=torch.rand, args=(1,))
+            thread.start()
+            thread.join()
+        return super().forward(x)
+
+
+class ThreadDrawsLate(Habit):
+    def __init__(self) -> None:
+        super().__init__(lambda: RunsWhileAThreadDraws(WIDTH, WIDTH))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.net[1].late = batch_idx == 2
+        return super().training_step(batch, batch_idx)
+
+
+def test_threads_that_draw_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"or a thread of your own .* from a torch\.Generator of its own"):
+        trained(ThreadDrawsLate, 2, 2)
 
 
 def test_layers_that_draw_late_in_a_whole_batch() -> None:

@@ -4,6 +4,8 @@ The losses are means over samples, so in fp64 the microbatches change nothing bu
 """
 
 import threading
+import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -877,3 +879,34 @@ def test_several_machines_are_refused() -> None:
     """Each would train for itself without a word."""
     with pytest.raises(MisconfigurationException, match="num_nodes=2"):
         L.Trainer(strategy="roundpipe", accelerator="cpu", devices=2, num_nodes=2, logger=False)
+
+
+# --- what is said and reported
+
+
+@pytest.mark.parametrize(("devices", "cores", "warned"), [(3, 2, True), (2, 2, False), (2, 1, True)])
+def test_more_devices_than_cores(devices: int, cores: int, warned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightning_roundpipe.strategy._cores", lambda: cores)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit_pipeline(mlp(), TRAIN[:2], 2, devices)
+    said = [str(warning.message) for warning in caught if "virtual devices" in str(warning.message)]
+    assert len(said) == warned
+    if warned:
+        plural = "s" if cores > 1 else ""
+        assert said[0].startswith(f"roundpipe: {devices} virtual devices share {cores} core{plural}, ")
+        assert said[0].endswith(f"no faster than with devices={cores}.")
+
+
+def test_the_report_tells_training_from_validation() -> None:
+    class ValidatesSlowly(MLP):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            before = time.perf_counter()
+            while time.perf_counter() < before + 0.1:
+                pass
+
+    trainer = fit(ValidatesSlowly().double(), TRAIN, RoundPipeStrategy(microbatches=2), val_batches=VAL, max_epochs=2)
+    report = trainer.strategy.report()
+    assert report.batches == 2 * len(TRAIN)
+    assert 0 < report.training_seconds <= report.wall_seconds - 2 * len(VAL) * 0.1
+    assert sum(device.busy_seconds for device in report.devices) <= report.training_seconds

@@ -229,8 +229,17 @@ class Pipeline(CallOwner):
 
     def check(self) -> None:
         """Raises the error that the pipeline failed with, if it did."""
-        if self.monitor.failure is not None:
-            raise self.monitor.failure
+        failure = self.monitor.failure
+        if isinstance(failure, StopIteration):  # to the caller's loop it would be the end of the data, not an error
+            error = RuntimeError(
+                "StopIteration was raised in a training step, for example by a next() without a default. Give next() a"
+                " default; to end an epoch early, return -1 from on_train_batch_start or set trainer.should_stop."
+            )
+            for note in failure.__notes__:
+                error.add_note(note)
+            raise error from failure
+        if failure is not None:
+            raise failure
 
     def wait_backward(self) -> None:
         """Waits for the backward of the last batch."""
@@ -287,6 +296,10 @@ class Pipeline(CallOwner):
                 " training_step from the first batch on, use torch's, or train with RoundPipeStrategy(microbatches=1)."
             )
 
+    def interleaves(self) -> bool:
+        """Whether the next batch's microbatches take turns."""
+        return self.plan is not None and self.serial_reason is None
+
     def run_serially(self, reason: str) -> None:
         """From the next batch on, lets microbatches run one after the other: slower, and never wrong."""
         if self.serial_reason is None and self.last_microbatches > 1:
@@ -296,7 +309,7 @@ class Pipeline(CallOwner):
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _plan_for(self, deferred: bool) -> Plan | None:
-        if self.plan is None or self.serial_reason is not None:
+        if self.plan is None or not self.interleaves():
             return None
         if not deferred:
             return self.plan
@@ -725,9 +738,10 @@ class Pipeline(CallOwner):
         now = torch.default_generator.get_state()
         if self._left_random_state is not None and not torch.equal(now, self._left_random_state):
             raise RuntimeError(
-                "A layer drew random numbers on the CPU that it did not draw in the first batch, so they cannot be"
-                " repeated in the recompute. It is one of those running at this moment. Let it draw from the first"
-                " batch on, or train with RoundPipeStrategy(microbatches=1)."
+                "A layer drew random numbers on the CPU that it did not draw in the first batch, or a thread of your"
+                " own did while the step ran: neither can be repeated in the recompute. If it is a layer, it is one of"
+                " those running at this moment; let it draw from the first batch on. A thread should draw from a"
+                " torch.Generator of its own. Or train with RoundPipeStrategy(microbatches=1)."
             )
         if microbatch.random_state is not None:
             microbatch.random_state.restore()
