@@ -4,6 +4,7 @@ Profilers know an action by its name and take it for open once. But microbatches
 same action is open in several of them.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler, PyTorchProfiler, SimpleProfiler
 
-from lightning_roundpipe.step_logging import current_microbatch, put_back
+from lightning_roundpipe.step_logging import put_back
 
 _OPEN_ACTIONS = {SimpleProfiler: "current_actions", PyTorchProfiler: "_recording_map"}
 """Where profilers that can tell several threads apart keep what is open, by name."""
@@ -36,6 +37,7 @@ class StepProfiling:
         self._run_serially = run_serially
         self._open_actions = next((name for kind, name in _OPEN_ACTIONS.items() if isinstance(profiler, kind)), None)
         self._open: defaultdict[int, dict[str, Any]] = defaultdict(dict)
+        """By thread, of which each microbatch has one."""
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -59,7 +61,7 @@ class StepProfiling:
             method(action_name)
             return
         outside = getattr(profiler, name)
-        setattr(profiler, name, self._open[current_microbatch.get()])
+        setattr(profiler, name, self._open[threading.get_ident()])
         try:
             method(action_name)
         finally:

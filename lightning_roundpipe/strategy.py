@@ -308,6 +308,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
         logging = StepLogging(module, sizes, self._fresh_metrics)
+        splits_calls = self._decided is not None and self._decided[0] == "model"
         profiling = StepProfiling(trainer.profiler, pipeline.interleaves(), pipeline.run_serially)  # type: ignore[attr-defined]
         outputs: list[Any] = [None] * len(pieces)
         plugin = self.precision_plugin
@@ -329,7 +330,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         with (
             plugin.train_step_context() if process_wide else nullcontext(),
             logging.recording() if len(pieces) > 1 else nullcontext(),
-            profiling.recording() if len(pieces) > 1 else nullcontext(),
+            profiling.recording() if len(pieces) > 1 or splits_calls else nullcontext(),
         ):
             self._batch = pipeline.start_batch(
                 [step_of(index, piece) for index, piece in enumerate(pieces)],

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import assert_equal, fit_microbatches, fit_pipeline, result
 from lightning.pytorch.profilers import (
     AdvancedProfiler,
@@ -70,6 +71,25 @@ def test_simple(m: int, devices: int) -> None:
     assert sum(times["inner"]) < sum(times["outer"])
     assert not profiler.current_actions
     assert "start" not in vars(profiler) and "stop" not in vars(profiler)
+
+
+class ProfiledForward(Profiled):
+    def forward(self, x: Tensor) -> Tensor:
+        with self.trainer.profiler.profile("inner"):
+            return self.net(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with self.trainer.profiler.profile("outer"):
+            made = F.normalize(self(batch), dim=-1)
+        return F.cross_entropy(made @ made.T, torch.arange(len(made)))
+
+
+def test_in_calls_that_are_split() -> None:
+    profiler = SimpleProfiler()
+    torch.manual_seed(0)
+    fit_pipeline(ProfiledForward(), batches(), M, 2, split="model", run={"profiler": profiler})
+    assert len(profiler.recorded_durations["inner"]) >= BATCHES * M
+    assert len(profiler.recorded_durations["outer"]) >= BATCHES
 
 
 @pytest.mark.parametrize("devices", [1, 2])

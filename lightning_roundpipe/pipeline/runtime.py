@@ -298,7 +298,7 @@ class Pipeline(CallOwner):
 
     def interleaves(self) -> bool:
         """Whether the next batch's microbatches take turns."""
-        return self.plan is not None and self.serial_reason is None
+        return self.batches > 0 and self.serial_reason is None
 
     def run_serially(self, reason: str) -> None:
         """From the next batch on, lets microbatches run one after the other: slower, and never wrong."""
@@ -309,7 +309,7 @@ class Pipeline(CallOwner):
     # -- planning --------------------------------------------------------------------------------------------------
 
     def _plan_for(self, deferred: bool) -> Plan | None:
-        if self.plan is None or not self.interleaves():
+        if self.plan is None or self.serial_reason is not None:
             return None
         if not deferred:
             return self.plan
