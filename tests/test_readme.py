@@ -1,9 +1,12 @@
 """What the README says is true: its code runs, its commands exist, its tables are those of the package."""
 
+import dataclasses
 import gc
 import inspect
 import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import pytest
@@ -12,7 +15,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.report import DeviceRow, LayerRow, PipelineReport
 
+QUIET = """
+  limit_train_batches: 2
+  enable_checkpointing: false
+"""
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -29,16 +37,28 @@ def test_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     for option, value in {"LIMIT_TRAIN_BATCHES": "2", "LOGGER": "False", "ENABLE_CHECKPOINTING": "False"}.items():
         monkeypatch.setenv(f"PL_TRAINER_{option}", value)
     blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
-    namespace: dict[str, object] = {}
+    (config,) = re.findall(r"^```yaml\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 4
+    (tmp_path / "config.yaml").write_text(config + QUIET)
+    (command,) = re.findall(r"`python (train\.py fit .*?)`", README)
+    monkeypatch.setattr(sys, "argv", command.split())
+    namespace: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
-        trainer = namespace["trainer"]
+        trainer = namespace["cli"].trainer if "cli" in namespace else namespace["trainer"]
         assert isinstance(trainer, L.Trainer) and trainer.global_step == 2
         assert isinstance(trainer.strategy, RoundPipeStrategy)
         assert sum(row.kind == "TransformerEncoderLayer" for row in trainer.strategy.report().layers) == 8
     output = capsys.readouterr().out
     assert "4 microbatches" in output and "\nOK. Loss and gradients through the pipeline equal those" in f"\n{output}"
+    assert trainer.strategy.microbatches == 4 and trainer.strategy.layers == ["TransformerEncoderLayer"]
+
+
+def test_fields_of_the_report() -> None:
+    rows = table("field")
+    assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(PipelineReport)]
+    for row, kind in zip(rows, (LayerRow, DeviceRow), strict=False):
+        assert re.findall(r"`(\w+)`", row[1]) == [field.name for field in dataclasses.fields(kind)]
 
 
 def test_commands() -> None:
