@@ -506,19 +506,15 @@ class Call:
             output = replica.forward(*args, **kwargs)
             hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
             changed = [i for i, version in versions if inputs[i]._version != version]
-            if len({_memory(inputs[i]) for i in changed}) < len(changed):
+            memories = [memory for i in changed if (memory := _memory(inputs[i])) is not None]
+            if len(set(memories)) < len(memories):
                 raise RecomputeError(
                     f"{self.label}: the layer changes an argument in place that shares memory with another one (a view"
                     " of it): the other's gradient would be wrong. Pass a copy (tensor.clone()), or keep the layer out"
                     " of the pipeline with RoundPipeStrategy(layers=...)."
                 )
-            escaped = (
-                output,
-                hook_calls,
-                replica.attribute_changes(),
-                built.changes(),
-                [inputs[i] for i in changed],
-            )
+            changed_inputs = [inputs[i] for i in changed]
+            escaped = (output, hook_calls, replica.attribute_changes(), built.changes(), changed_inputs)
             return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed)
 
     def _put_random_state(self) -> None:
