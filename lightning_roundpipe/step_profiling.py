@@ -19,6 +19,25 @@ _OPEN_ACTIONS = {SimpleProfiler: "current_actions", PyTorchProfiler: "_recording
 """Where profilers that can tell several threads apart keep what is open, by name."""
 
 
+@contextmanager
+def recording_nothing(profiler: Profiler) -> Iterator[None]:
+    """For runs of the step that the user did not ask for."""
+    with _standing_in(profiler, lambda action_name: None, lambda action_name: None):
+        yield
+
+
+@contextmanager
+def _standing_in(profiler: Profiler, start: Callable[[str], None], stop: Callable[[str], None]) -> Iterator[None]:
+    attributes = vars(profiler)
+    own = {name: attributes.get(name) for name in ("start", "stop")}
+    attributes.update(start=start, stop=stop)
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            put_back(attributes, name, method)
+
+
 class StepProfiling:
     """Stands in for a profiler's ``start`` and ``stop`` while the microbatches run.
 
@@ -45,14 +64,9 @@ class StepProfiling:
         if isinstance(profiler, PassThroughProfiler):
             yield
             return
-        own = {name: vars(profiler).get(name) for name in ("start", "stop")}
-        for name in own:
-            vars(profiler)[name] = partial(self._in_microbatch, getattr(profiler, name))
-        try:
+        start, stop = (partial(self._in_microbatch, method) for method in (profiler.start, profiler.stop))
+        with _standing_in(profiler, start, stop):
             yield
-        finally:
-            for name, method in own.items():
-                put_back(vars(profiler), name, method)
 
     def _in_microbatch(self, method: Callable[[str], None], action_name: str) -> None:
         profiler, name = self._profiler, self._open_actions

@@ -46,7 +46,7 @@ from lightning_roundpipe.state.optimizer import (
     needs_closure,
 )
 from lightning_roundpipe.step_logging import StepLogging, current_microbatch
-from lightning_roundpipe.step_profiling import StepProfiling
+from lightning_roundpipe.step_profiling import StepProfiling, recording_nothing
 from lightning_roundpipe.trees import map_tree
 
 _CHECKPOINT_KEY = "roundpipe"
@@ -302,7 +302,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         if self._decided is None and self.split != "whole" and self._wanted() > 1:
-            self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
+            with recording_nothing(trainer.profiler):  # type: ignore[attr-defined]
+                self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
