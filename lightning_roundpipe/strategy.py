@@ -9,18 +9,21 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
+from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
+from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
+from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -30,10 +33,11 @@ from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_t
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.layers import LayerSpec
-from lightning_roundpipe.pipeline.rng import program_seed
+from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
+from lightning_roundpipe.processes import Processes, number_processes
 from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
 from lightning_roundpipe.state.gradients import BatchGradients
@@ -50,7 +54,7 @@ from lightning_roundpipe.trees import map_tree
 _CHECKPOINT_KEY = "roundpipe"
 
 
-class RoundPipeStrategy(SingleDeviceStrategy):
+class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
     """Trains with parameters, gradients and optimizer state in host memory and the devices as a pool of workers.
 
     Args:
@@ -78,6 +82,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     strategy_name = "roundpipe"
 
+    # Set by SingleDeviceStrategy; the base class has them as properties.
+    global_rank = 0
+    local_rank = 0
+    world_size = 1
+
     def __init__(
         self,
         microbatches: int | None = None,
@@ -101,7 +110,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self.parallel_devices: list[torch.device] | None = None
+        self._processes: Processes | None = None
+        """The other processes, if others than us have started several."""
+        self._communicates = False
+        """Whether training_step talks to other processes."""
         self.microbatches = microbatches
         self.staleness = staleness
         self.layers: LayerSpec | None = [layers] if isinstance(layers, str) else layers
@@ -123,6 +135,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._fresh_metrics: dict[int, Metric] = {}
         self._threads_before: int | None = None
         self._started = 0.0
+        self._seed = 0
         self._report: PipelineReport | None = None
         self._last_state: dict[str, Any] | None = None
 
@@ -172,9 +185,110 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     def num_nodes(self, number: int) -> None:
         if number != 1:
             raise MisconfigurationException(
-                f"strategy='roundpipe' trains in one process on one machine, but `num_nodes={number}` was asked for."
+                f"strategy='roundpipe' trains on one machine, but `num_nodes={number}` was asked for."
                 " Use strategy='fsdp' across machines."
             )
+
+    # -- several processes, where somebody else has started them ---------------------------------------------------
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when it has found out who started the processes."""
+        assert self.cluster_environment is not None
+        self.global_rank, self.world_size = number_processes(self.cluster_environment)
+        if not self.is_distributed:
+            return
+        self.local_rank = self.cluster_environment.local_rank()
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        if self._layer_sync is not None:
+            raise MisconfigurationException(
+                "`sync_batchnorm=True` is not supported by strategy='roundpipe' in several processes, because each"
+                " microbatch is normalized by itself. Leave it out, or use strategy='ddp'."
+            )
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.is_distributed and self._processes is None:
+            assert self.cluster_environment is not None
+            reset_seed()  # as with DDP: what is made from the seed is the same in all processes
+            rank_zero_info(f"roundpipe: one of {self.world_size} processes; waiting for the others")
+            self._processes = Processes(self.cluster_environment)
+
+    def _setup_model(self, model: Module) -> Module:
+        if self._processes is not None:
+            self._processes.check_same(model)
+            self._processes.follow_first(model)
+        return super()._setup_model(model)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not self.is_distributed or not isinstance(tensor, Tensor):
+            return tensor
+        self._note_collective()
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if not self.is_distributed:
+            return tensor
+        self._note_collective()
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self._processes is not None:
+            self._note_collective()
+            torch.distributed.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._processes is None:
+            return obj
+        self._note_collective()
+        objects = [obj]
+        torch.distributed.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def _note_collective(self) -> None:
+        """What a step tells other processes must come in the same order in each.
+
+        Raises:
+            RuntimeError: Where there are several microbatches, whose order is each process's own.
+        """
+        if current_microbatch.get(None) is None:
+            return
+        if self._pipeline is not None and self._pipeline.last_microbatches > 1:
+            raise RuntimeError(
+                "training_step communicates with the other processes (all_gather, reduce, broadcast or barrier), once"
+                " per microbatch, in an order that is not the same in each process. Use"
+                " RoundPipeStrategy(split='whole'), or microbatches=1."
+            )
+        self._communicates = True
+
+    def _wait_backward(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.wait_backward()
+
+    def _average_gradients(self) -> None:
+        """Averages over the processes what the next optimizer step uses."""
+        pipeline = self._pipeline
+        assert self._processes is not None and pipeline is not None
+        gradients = pipeline.gradients
+        self._processes.average([unit.parameters for unit in pipeline.store.units], gradients.get, gradients.adopt)
+
+    def average_gradients_in_line(self) -> None:
+        """Manual optimization: averages what is in ``.grad`` over the processes."""
+        module = self.lightning_module
+        if self._processes is not None and module is not None and not module.automatic_optimization:
+            parameters = [[parameter] for parameter in module.parameters()]
+            self._processes.average(parameters, lambda p: p.grad, lambda p, gradient: setattr(p, "grad", gradient))
 
     def _device_count(self) -> int:
         return max(1, len(self.parallel_devices or ()))
@@ -194,21 +308,30 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // count)
         restored = self._restored or {}
+        self._seed = restored.get("seed", program_seed())
         pipeline = Pipeline(
             module,
             [CpuDevice(index, threads) for index in range(count)],
             layers=self.layers,
             staleness=self.staleness,
-            seed=restored.get("seed", program_seed()),
+            seed=derive_seed(self._seed, self.global_rank) if self.is_distributed else self._seed,
             first_step=restored.get("step", 0),
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])
         pipeline.on_serial = _say_serial
-        self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
+        self._worker = OptimizerWorker(
+            pipeline.store,
+            pipeline.gradients,
+            pipeline.monitor,
+            pipeline.unit_order(),
+            1,
+            self._average_gradients if self._processes is not None else None,
+        )
         self._worker.skip_to(pipeline.store.enqueued)
         self._restored = self._last_state = None
         self._fresh_metrics = {}
+        self._communicates = False
         self._gradients_unused = False
         self._decided = None
         self._started = time.perf_counter()
@@ -245,6 +368,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                     f"{type(optimizer).__name__} evaluates the loss again at new parameters within one step, which"
                     " cannot be done with parameters one step old. Use RoundPipeStrategy(staleness=0)"
                     " (strategy='roundpipe')."
+                )
+            if self.is_distributed and needs_closure(optimizer):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} decides by the loss how often it evaluates it, and the loss is not the"
+                    f" same in each of the {self.world_size} processes. Train in one process."
                 )
             groups = optimizer.param_groups
             if (
@@ -287,6 +415,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """Runs the step's forward in microbatches; their backward goes on when this returns."""
         module, trainer = self.lightning_module, self._trainer
         assert module is not None and trainer is not None
+        if self._processes is not None:
+            self._processes.follow_changed_buffers(module, self._wait_backward)
         skips_backward = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # last epoch of SWA
         if not module.automatic_optimization or skips_backward:
             self.settle()
@@ -329,8 +459,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 deferred=self._waits_for_backward(module),
                 values_changed=self._may_have_changed(),
             )
-            if process_wide:  # the recompute must see the same default dtype
-                pipeline.wait_backward()
+            if process_wide or (self._communicates and not self._batch.deferred):
+                pipeline.wait_backward()  # the recompute must see the same default dtype
         if len(pieces) > 1:
             logging.replay(self._batch.losses, weights)
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
@@ -470,7 +600,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             if is_overridden("optimizer_zero_grad", self.lightning_module):
                 self._adopt_gradients()
             batch.release(given)
-            if self._pipeline is not None and (batch.records or self._pipeline.draws_on_the_host()):
+            if self._pipeline is not None and (
+                batch.records or self._communicates or self._pipeline.draws_on_the_host()
+            ):
                 self._pipeline.wait_backward()
             return
         expected = scale * self._loss_scale()
@@ -493,13 +625,16 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def after_backward(self) -> None:
         """After ``loss.backward()``: without a background step, gradients are put where Lightning has them."""
-        pipeline = self._pipeline
+        pipeline, trainer = self._pipeline, self._trainer
         if pipeline is None:
+            self.average_gradients_in_line()
             return
         pipeline.check()
         if self.steps_in_background:
             return
         pipeline.wait_backward()
+        if self._processes is not None and trainer is not None and not trainer.fit_loop._should_accumulate():
+            self._average_gradients()
         for parameter in pipeline.store.parameters():
             gradient = pipeline.gradients.get(parameter)
             if gradient is not None:
@@ -586,17 +721,24 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def on_train_end(self) -> None:
         self.settle()
+        self._share_buffers()
         super().on_train_end()
 
     def on_validation_start(self) -> None:
         self.settle()
+        self._share_buffers()
         super().on_validation_start()
+
+    def _share_buffers(self) -> None:
+        """All processes validate with, and are left with, the running statistics of process 0."""
+        if self._processes is not None and self._lightning_module is not None:
+            self._processes.follow_buffers(self._lightning_module)
 
     def _state(self) -> dict[str, Any] | None:
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""
         if self._pipeline is None:
             return self._last_state
-        state: dict[str, Any] = {"seed": self._pipeline.seed, "step": self._pipeline.step}
+        state: dict[str, Any] = {"seed": self._seed, "step": self._pipeline.step}
         if self.staleness and self._pipeline.store.enqueued:
             state["stale"] = self._pipeline.store.stale_values()
         return state
