@@ -6,16 +6,23 @@ main threads tell each other meanwhile (logs, checkpoints).
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.fabric.utilities.distributed import _init_dist_connection
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
@@ -70,35 +77,19 @@ class Processes:
         self._known: list[tuple[Tensor, int]] = []
         """The buffers as they were when all processes had the same, and their version counters."""
 
-    def check_same(self, module: nn.Module) -> None:
-        """
-        Raises:
-            RuntimeError: When the processes do not train the same parameters.
-        """
-        mine = [
-            f"{name} ({parameter.dtype}, {'no shape yet' if is_lazy(parameter) else tuple(parameter.shape)})"
-            for name, parameter in module.named_parameters()
-        ]
-        everyone: list[list[str]] = [[]] * self.number
-        with _blaming_others("comparing parameters"):
-            dist.all_gather_object(everyone, mine)
-        for rank, theirs in enumerate(everyone):
-            if theirs != everyone[0]:
-                differing = sorted(set(theirs) ^ set(everyone[0])) or ["in another order"]
-                raise RuntimeError(
-                    f"Process {rank} has other parameters than process 0: {', '.join(differing[:4])}. Build the same"
-                    " model in every process."
-                )
-
     def follow_first(self, module: nn.Module) -> None:
-        """Gives parameters and buffers the values of process 0."""
-        self._broadcast([p for p in module.parameters() if not is_lazy(p)])
+        """Gives parameters and buffers the values of process 0.
+
+        Raises:
+            MisconfigurationException: When the processes do not have the same parameters and buffers.
+        """
+        self._broadcast({name: p for name, p in module.named_parameters() if not is_lazy(p)})
         self.follow_buffers(module)
 
     def follow_buffers(self, module: nn.Module) -> None:
         """Gives buffers the values of process 0. Nothing may compute with them meanwhile."""
-        self._broadcast([b for b in module.buffers() if not is_lazy(b)])
-        self._known = [(buffer, buffer._version) for buffer in _buffers_in_use(module)]
+        self._broadcast({name: b for name, b in module.named_buffers() if not is_lazy(b)})
+        self._known = [(buffer, buffer._version) for buffer in _buffers_in_use(module).values()]
 
     def follow_changed_buffers(self, module: nn.Module, wait: Callable[[], None]) -> None:
         """Between batches: buffers that the forward computes with become those of process 0, where any has changed.
@@ -108,27 +99,38 @@ class Processes:
             wait: Waits until nothing computes with the buffers.
         """
         buffers = _buffers_in_use(module)
-        if not buffers:
+        if not buffers and not self._known:
             return
         same = len(buffers) == len(self._known) and all(
             buffer is known and buffer._version == version
-            for buffer, (known, version) in zip(buffers, self._known, strict=True)
+            for buffer, (known, version) in zip(buffers.values(), self._known, strict=True)
         )
         changed = torch.tensor(not same, dtype=torch.uint8)
-        with _blaming_others("sharing buffers"):
-            dist.all_reduce(changed, op=dist.ReduceOp.MAX)
+        dist.all_reduce(changed, op=dist.ReduceOp.MAX)
         if changed:
             wait()
             self._broadcast(buffers)
-            self._known = [(buffer, buffer._version) for buffer in buffers]
+            self._known = [(buffer, buffer._version) for buffer in buffers.values()]
 
-    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
-        with torch.no_grad(), _blaming_others("taking over the values of process 0"):
-            for tensor in tensors:
+    def _broadcast(self, tensors: Mapping[str, Tensor]) -> None:
+        self._check_same([f"{name} ({tensor.dtype}, {tuple(tensor.shape)})" for name, tensor in tensors.items()])
+        with torch.no_grad():
+            for tensor in tensors.values():
                 values = tensor.detach().contiguous()
                 dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)  # gloo does not know every type
                 if values.data_ptr() != tensor.data_ptr():
                     tensor.copy_(values)
+
+    def _check_same(self, mine: list[str]) -> None:
+        everyone: list[list[str]] = [[]] * self.number
+        dist.all_gather_object(everyone, mine)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[0]:
+                differing = sorted(set(theirs) ^ set(everyone[0])) or ["in another order"]
+                raise MisconfigurationException(
+                    f"Process {rank} has other parameters or buffers than process 0: {', '.join(differing[:4])}. Build"
+                    " the same model in every process."
+                )
 
     def average(
         self,
@@ -150,7 +152,7 @@ class Processes:
         for index, parameter in enumerate(parameters):
             if (gradient := get(parameter)) is not None:
                 present[int(gradient.is_sparse), index] = 1
-        with torch.no_grad(), _blaming_others("averaging gradients"):
+        with torch.no_grad():
             dist.all_reduce(present, op=dist.ReduceOp.MAX, group=self._group)
             dense, sparse = present.bool().tolist()
             kind = {id(p): (dense[i], sparse[i]) for i, p in enumerate(parameters)}
@@ -177,21 +179,133 @@ def _as(gradient: Tensor | None, parameter: nn.Parameter, *, sparse: bool) -> Te
     return gradient if sparse else gradient.to_dense().contiguous()
 
 
-def _buffers_in_use(module: nn.Module) -> list[Tensor]:
+def _buffers_in_use(module: nn.Module) -> dict[str, Tensor]:
     """The buffers that a forward in training may compute with: not the running statistics of norms."""
     statistics = {
         id(buffer) for norm in module.modules() if isinstance(norm, _NormBase) for buffer in norm.buffers(recurse=False)
     }
-    return [buffer for buffer in module.buffers() if id(buffer) not in statistics and not is_lazy(buffer)]
+    return {name: b for name, b in module.named_buffers() if id(b) not in statistics and not is_lazy(b)}
 
 
-@contextmanager
-def _blaming_others(what: str) -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # all that gloo raises
+class MultiProcessStrategy(SingleDeviceStrategy, ParallelStrategy):
+    """The part of a strategy that Lightning asks about processes. It starts none, and in a single one does nothing.
+
+    Attributes:
+        processes: The processes together, from :meth:`setup_environment` on; None if this one is alone.
+    """
+
+    # Set by the first of the base classes; the second has them as properties.
+    global_rank = 0
+    local_rank = 0
+    world_size = 1
+    processes: Processes | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return 1
+
+    @num_nodes.setter
+    def num_nodes(self, number: int) -> None:
+        if number != 1:
+            raise MisconfigurationException(
+                f"strategy='{self.strategy_name}' trains on one machine, but `num_nodes={number}` was asked for."
+                " Use strategy='fsdp' across machines."
+            )
+
+    def set_world_ranks(self) -> None:
+        """Called by Lightning when it has found out who started the processes."""
+        assert self.cluster_environment is not None
+        self.global_rank, self.world_size = number_processes(self.cluster_environment)
+        if not self.is_distributed:
+            return
+        self.local_rank = self.cluster_environment.local_rank()
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
+        if self._layer_sync is not None:
+            raise MisconfigurationException(
+                f"`sync_batchnorm=True` is not supported by strategy='{self.strategy_name}' in several processes,"
+                " because each microbatch is normalized by itself. Leave it out, or use strategy='ddp'."
+            )
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.world_size > 1
+
+    @property
+    def is_global_zero(self) -> bool:
+        return self.global_rank == 0
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if self.is_distributed and self.processes is None:
+            assert self.cluster_environment is not None
+            reset_seed()  # as with DDP: what is made from the seed is the same in all processes
+            rank_zero_info(f"{self.strategy_name}: one of {self.world_size} processes; waiting for the others")
+            self.processes = Processes(self.cluster_environment)
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if self.processes is not None:
+            self.processes.follow_first(model)
+        return super()._setup_model(model)
+
+    def before_collective(self) -> None:
+        """Called before the main thread, or a step, communicates. All processes have to do it in the same order."""
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if self.processes is None or not isinstance(tensor, Tensor):
+            return tensor
+        self.before_collective()
+        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.processes is None:
+            return tensor
+        self.before_collective()
+        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        if self.processes is not None:
+            self.before_collective()
+            dist.barrier()
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self.processes is None:
+            return obj
+        self.before_collective()
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def on_validation_start(self) -> None:
+        self._share_buffers()
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        self._share_buffers()
+        super().on_train_end()
+
+    def _share_buffers(self) -> None:
+        """All processes validate with, and are left with, the running statistics of process 0."""
+        if self.processes is not None and self._lightning_module is not None:
+            self.processes.follow_buffers(self._lightning_module)
+
+    def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
+        if self.processes is not None:
+            _explain(exception)
+
+
+def _explain(error: BaseException) -> None:
+    """Adds to what a collective has raised, here or elsewhere in the process, what has probably caused it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    if isinstance(error, RuntimeError) and (where == __name__ or where.startswith("torch.distributed")):
         error.add_note(
-            f"roundpipe: raised while {what} with the other processes (this is process {dist.get_rank()} of"
-            f" {dist.get_world_size()}). If one of them has failed, its own error is the cause."
+            "roundpipe: raised while communicating with the other processes. If one of them has failed, its own error"
+            " is the cause."
         )
-        raise

@@ -3,27 +3,24 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
-from lightning.fabric.utilities.distributed import _all_gather_ddp_if_available, _sync_ddp_if_available
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import ParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -37,7 +34,7 @@ from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
-from lightning_roundpipe.processes import Processes, number_processes
+from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
 from lightning_roundpipe.state.gradients import BatchGradients
@@ -54,7 +51,7 @@ from lightning_roundpipe.trees import map_tree
 _CHECKPOINT_KEY = "roundpipe"
 
 
-class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
+class RoundPipeStrategy(MultiProcessStrategy):
     """Trains with parameters, gradients and optimizer state in host memory and the devices as a pool of workers.
 
     Args:
@@ -82,11 +79,6 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
 
     strategy_name = "roundpipe"
 
-    # Set by SingleDeviceStrategy; the base class has them as properties.
-    global_rank = 0
-    local_rank = 0
-    world_size = 1
-
     def __init__(
         self,
         microbatches: int | None = None,
@@ -110,8 +102,6 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self._processes: Processes | None = None
-        """The other processes, if others than us have started several."""
         self._communicates = False
         """Whether training_step talks to other processes."""
         self.microbatches = microbatches
@@ -177,98 +167,20 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
     def _trainer(self) -> "pl.Trainer | None":
         return None if self._lightning_module is None else self._lightning_module._trainer
 
-    @property
-    def num_nodes(self) -> int:
-        return 1
+    # -- several processes -----------------------------------------------------------------------------------------
 
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number != 1:
-            raise MisconfigurationException(
-                f"strategy='roundpipe' trains on one machine, but `num_nodes={number}` was asked for."
-                " Use strategy='fsdp' across machines."
-            )
-
-    # -- several processes, where somebody else has started them ---------------------------------------------------
-
-    def set_world_ranks(self) -> None:
-        """Called by Lightning when it has found out who started the processes."""
-        assert self.cluster_environment is not None
-        self.global_rank, self.world_size = number_processes(self.cluster_environment)
-        if not self.is_distributed:
-            return
-        self.local_rank = self.cluster_environment.local_rank()
-        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        if self._layer_sync is not None:
-            raise MisconfigurationException(
-                "`sync_batchnorm=True` is not supported by strategy='roundpipe' in several processes, because each"
-                " microbatch is normalized by itself. Leave it out, or use strategy='ddp'."
-            )
-
-    @property
-    def is_distributed(self) -> bool:
-        return self.world_size > 1
-
-    @property
-    def is_global_zero(self) -> bool:
-        return self.global_rank == 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if self.is_distributed and self._processes is None:
-            assert self.cluster_environment is not None
-            reset_seed()  # as with DDP: what is made from the seed is the same in all processes
-            rank_zero_info(f"roundpipe: one of {self.world_size} processes; waiting for the others")
-            self._processes = Processes(self.cluster_environment)
-
-    def _setup_model(self, model: Module) -> Module:
-        if self._processes is not None:
-            self._processes.check_same(model)
-            self._processes.follow_first(model)
-        return super()._setup_model(model)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if not self.is_distributed or not isinstance(tensor, Tensor):
-            return tensor
-        self._note_collective()
-        return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        if not self.is_distributed:
-            return tensor
-        self._note_collective()
-        return _all_gather_ddp_if_available(tensor, group=group, sync_grads=sync_grads)
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        if self._processes is not None:
-            self._note_collective()
-            torch.distributed.barrier()
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._processes is None:
-            return obj
-        self._note_collective()
-        objects = [obj]
-        torch.distributed.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def _note_collective(self) -> None:
-        """What a step tells other processes must come in the same order in each.
-
-        Raises:
-            RuntimeError: Where there are several microbatches, whose order is each process's own.
+    def before_collective(self) -> None:
         """
-        if current_microbatch.get(None) is None:
+        Raises:
+            RuntimeError: In one of several microbatches, whose order is each process's own.
+        """
+        if not self.is_distributed or current_microbatch.get(None) is None:
             return
         if self._pipeline is not None and self._pipeline.last_microbatches > 1:
             raise RuntimeError(
-                "training_step communicates with the other processes (all_gather, reduce, broadcast or barrier), once"
-                " per microbatch, in an order that is not the same in each process. Use"
-                " RoundPipeStrategy(split='whole'), or microbatches=1."
+                "training_step communicates with the other processes (all_gather, reduce, a metric's compute, ...) once"
+                " per microbatch, in an order that is not the same in each process. Do it outside of training_step, or"
+                " use RoundPipeStrategy(split='whole')."
             )
         self._communicates = True
 
@@ -276,19 +188,18 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
         if self._pipeline is not None:
             self._pipeline.wait_backward()
 
-    def _average_gradients(self) -> None:
+    def _average(self, pipeline: Pipeline) -> None:
         """Averages over the processes what the next optimizer step uses."""
-        pipeline = self._pipeline
-        assert self._processes is not None and pipeline is not None
-        gradients = pipeline.gradients
-        self._processes.average([unit.parameters for unit in pipeline.store.units], gradients.get, gradients.adopt)
+        if self.processes is not None:
+            units, gradients = pipeline.store.units, pipeline.gradients
+            self.processes.average([unit.parameters for unit in units], gradients.get, gradients.adopt)
 
-    def average_gradients_in_line(self) -> None:
+    def average_by_hand(self) -> None:
         """Manual optimization: averages what is in ``.grad`` over the processes."""
         module = self.lightning_module
-        if self._processes is not None and module is not None and not module.automatic_optimization:
+        if self.processes is not None and module is not None and not module.automatic_optimization:
             parameters = [[parameter] for parameter in module.parameters()]
-            self._processes.average(parameters, lambda p: p.grad, lambda p, gradient: setattr(p, "grad", gradient))
+            self.processes.average(parameters, lambda p: p.grad, lambda p, gradient: setattr(p, "grad", gradient))
 
     def _device_count(self) -> int:
         return max(1, len(self.parallel_devices or ()))
@@ -326,7 +237,7 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
             pipeline.monitor,
             pipeline.unit_order(),
             1,
-            self._average_gradients if self._processes is not None else None,
+            partial(self._average, pipeline),
         )
         self._worker.skip_to(pipeline.store.enqueued)
         self._restored = self._last_state = None
@@ -415,8 +326,8 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
         """Runs the step's forward in microbatches; their backward goes on when this returns."""
         module, trainer = self.lightning_module, self._trainer
         assert module is not None and trainer is not None
-        if self._processes is not None:
-            self._processes.follow_changed_buffers(module, self._wait_backward)
+        if self.processes is not None:
+            self.processes.follow_changed_buffers(module, self._wait_backward)
         skips_backward = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # last epoch of SWA
         if not module.automatic_optimization or skips_backward:
             self.settle()
@@ -430,7 +341,7 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
-        logging = StepLogging(module, sizes, self._fresh_metrics)
+        logging = StepLogging(module, sizes, self._fresh_metrics, self.before_collective)
         outputs: list[Any] = [None] * len(pieces)
         plugin = self.precision_plugin
         # The default dtype belongs to the whole process; autocast to each thread.
@@ -627,14 +538,14 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
         """After ``loss.backward()``: without a background step, gradients are put where Lightning has them."""
         pipeline, trainer = self._pipeline, self._trainer
         if pipeline is None:
-            self.average_gradients_in_line()
+            self.average_by_hand()
             return
         pipeline.check()
         if self.steps_in_background:
             return
         pipeline.wait_backward()
-        if self._processes is not None and trainer is not None and not trainer.fit_loop._should_accumulate():
-            self._average_gradients()
+        if trainer is not None and not trainer.fit_loop._should_accumulate():
+            self._average(pipeline)
         for parameter in pipeline.store.parameters():
             gradient = pipeline.gradients.get(parameter)
             if gradient is not None:
@@ -721,18 +632,11 @@ class RoundPipeStrategy(SingleDeviceStrategy, ParallelStrategy):
 
     def on_train_end(self) -> None:
         self.settle()
-        self._share_buffers()
         super().on_train_end()
 
     def on_validation_start(self) -> None:
         self.settle()
-        self._share_buffers()
         super().on_validation_start()
-
-    def _share_buffers(self) -> None:
-        """All processes validate with, and are left with, the running statistics of process 0."""
-        if self._processes is not None and self._lightning_module is not None:
-            self._processes.follow_buffers(self._lightning_module)
 
     def _state(self) -> dict[str, Any] | None:
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""

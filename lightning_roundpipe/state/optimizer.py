@@ -57,7 +57,7 @@ class OptimizerWorker:
         monitor: An error of the worker fails the pipeline through it, and the other way round.
         order: The units in the order in which the next forward needs them.
         threads: Number of cores for the step.
-        average: Where several processes train one model, averages the gradients over them, in place.
+        average: Where there are several processes, averages their gradients, in place, before each step.
     """
 
     def __init__(
