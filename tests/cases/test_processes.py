@@ -20,7 +20,7 @@ from torchmetrics import MeanMetric
 from .common import STALE, Net, Way, adam, col, half_square, lin, loader, near, sgd, weights
 from .processes import Together, together
 
-pytestmark = pytest.mark.timeout(300)  # both processes import everything anew
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each process has to import everything
 
 DDP = Way(microbatches=1, devices=2, plain=True)
 WAYS = [Way(*setting) for setting in product((1, 2), (1, 2), (False, True))]
