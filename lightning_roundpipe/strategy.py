@@ -176,11 +176,12 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """
         if not self.is_distributed or current_microbatch.get(None) is None:
             return
-        if self._pipeline is not None and self._pipeline.last_microbatches > 1:
+        batch = self._pipeline.batch if self._pipeline is not None else None
+        if batch is not None and batch.microbatches > 1:
             raise RuntimeError(
                 "training_step communicates with the other processes (all_gather, reduce, a metric's compute, ...) once"
                 " per microbatch, in an order that is not the same in each process. Do it outside of training_step, or"
-                " use RoundPipeStrategy(split='whole')."
+                " use RoundPipeStrategy(split='model')."
             )
         self._communicates = True
 

@@ -42,11 +42,11 @@ def pair(pairs: list[Together]) -> Together:
     return pairs[-1]
 
 
-def trainer_of(way: Way, **options: Any) -> L.Trainer:
+def trainer_of(way: Way, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
     """The reference is plain Lightning's DDP, with the same processes."""
     own_batches = {"use_distributed_sampler": False}
     if not way.plain:
-        return way.trainer(**(own_batches | options))
+        return way.trainer(strategy, **(own_batches | options))
     defaults = {
         "max_epochs": 1,
         "logger": False,
@@ -54,8 +54,8 @@ def trainer_of(way: Way, **options: Any) -> L.Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
-    strategy = "ddp_find_unused_parameters_true"
-    return L.Trainer(accelerator="cpu", devices=2, strategy=strategy, **(defaults | own_batches | options))
+    ddp = "ddp_find_unused_parameters_true"
+    return L.Trainer(accelerator="cpu", devices=2, strategy=ddp, **(defaults | own_batches | options))
 
 
 def fit(module: L.LightningModule, batches: list[Any], way: Way, val: Any = None, **options: Any) -> L.Trainer:
@@ -410,22 +410,22 @@ class Gathers(Net):
         return self.all_gather(self.net(batch), sync_grads=True).pow(2).mean()
 
 
-def gathers(rank: int, way: Way) -> Any:
-    module = Gathers(lin(1), lin(1), optimizer=sgd(0.01))
+def gathers(rank: int, way: Way, split: str) -> Any:
+    module = Gathers(lin(1), lin(1), optimizer=sgd(0.001))
     try:
-        fit(module, [MINE[rank]] * 3, way)
+        fit(module, [MINE[rank]] * 3, way, strategy={"split": split})
     except RuntimeError as error:
         return str(error)
-    return bits(module)
+    return weights(module)
 
 
 def test_a_step_that_gathers_is_not_split(pair: Together) -> None:
     """A microbatch of one process is put together with another microbatch of the other."""
-    right, _ = pair.run(gathers, DDP)
-    for result in pair.run(gathers, Way(1, 2)):
-        assert same(result, right)
-    for error in pair.run(gathers, Way(2, 2)):
-        assert "split='whole'" in error
+    right, _ = pair.run(gathers, DDP, "step")
+    for way, split in ((Way(1, 2), "step"), (Way(2, 2), "whole"), (Way(2, 2), "model")):
+        assert pair.run(gathers, way, split) == [near(right)] * 2, split
+    for error in pair.run(gathers, Way(2, 2), "step"):
+        assert "split='model'" in error
 
 
 class Measures(Net):
@@ -458,7 +458,7 @@ def test_metrics(pair: Together) -> None:
     for way in (DDP, Way(1, 2)):
         assert pair.run(measures, way, True) == [{"seen_step": 2.0, "seen_epoch": 1.0}] * 2
     for error in pair.run(measures, Way(2, 2), True):
-        assert "split='whole'" in error
+        assert "split='model'" in error
 
 
 def differs(rank: int) -> str:
