@@ -292,6 +292,9 @@ class MultiProcessStrategy(SingleDeviceStrategy, ParallelStrategy):
         if self.processes is not None and self._lightning_module is not None:
             self.processes.follow_buffers(self._lightning_module)
 
+    def teardown(self) -> None:
+        super(ParallelStrategy, self).teardown()  # whose own takes WORLD_SIZE away, which the next Trainer needs
+
     def on_exception(self, exception: BaseException) -> None:
         super().on_exception(exception)
         if self.processes is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -114,6 +115,13 @@ def test_processes_started_by_hand() -> None:
         for way in (Way(2, 2), DDP, Way(1, 1, False)):
             for result in processes.run(each_calls_another_layer, way, 1):
                 assert result == ([-4.0, -1.0, -3.0, 0.0], 4.0, None)
+
+
+def test_the_environment_is_left_to_the_next_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first Trainer takes WORLD_SIZE away, and the next trains by itself."""
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    Way(1, 1).trainer().fit(Net(lin(0)), loader([col(1)]))
+    assert os.environ["WORLD_SIZE"] == "1"
 
 
 class Looks(Callback):
