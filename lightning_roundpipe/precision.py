@@ -38,6 +38,7 @@ class RoundPipePrecision(Precision):
     ) -> Any:
         strategy = _strategy(model)
         if not strategy.will_step_in_background():
+            strategy.average_by_hand()
             result = super().optimizer_step(optimizer, model=model, closure=closure, **kwargs)
             strategy.after_step_in_line()
             return result

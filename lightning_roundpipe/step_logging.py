@@ -24,12 +24,21 @@ class StepLogging:
     Args:
         module: The user's module.
         sizes: Number of samples in each microbatch.
+        fresh_metrics: Clones of the metrics, by id, kept from batch to batch.
+        before_sync: Called before a metric talks to other processes, if there are any.
     """
 
-    def __init__(self, module: pl.LightningModule, sizes: Sequence[int], fresh_metrics: dict[int, Metric]) -> None:
+    def __init__(
+        self,
+        module: pl.LightningModule,
+        sizes: Sequence[int],
+        fresh_metrics: dict[int, Metric],
+        before_sync: Callable[[], None],
+    ) -> None:
         self._module = module
         self._sizes = sizes
         self._fresh_metrics = fresh_metrics
+        self._before_sync = before_sync
         self._logs: list[list[dict[str, Any]]] = [[] for _ in sizes]
         # By id: a metric's hash follows its state.
         self._updates: dict[int, list[list[tuple[Any, Any]]]] = {}
@@ -40,15 +49,18 @@ class StepLogging:
         own_log = module.get("log")
         metrics = [metric for metric in self._module.modules() if isinstance(metric, Metric)]
         own_forwards = [metric.__dict__.get("forward") for metric in metrics]
+        own_syncs = [metric.__dict__.get("sync") for metric in metrics]
         module["log"] = self._log
         for metric in metrics:
             metric.__dict__["forward"] = self._forward_of(metric, metric.forward)
+            metric.__dict__["sync"] = self._sync_of(metric.sync)
         try:
             yield
         finally:
             put_back(module, "log", own_log)
-            for metric, own in zip(metrics, own_forwards, strict=True):
-                put_back(metric.__dict__, "forward", own)
+            for metric, forward, sync in zip(metrics, own_forwards, own_syncs, strict=True):
+                put_back(metric.__dict__, "forward", forward)
+                put_back(metric.__dict__, "sync", sync)
 
     def replay(self, losses: Sequence[Tensor | None], loss_weights: Sequence[float]) -> None:
         """Logs every name once, with the value of the whole batch.
@@ -83,6 +95,14 @@ class StepLogging:
 
         return recording_forward
 
+    def _sync_of(self, sync: Callable[..., None]) -> Callable[..., None]:
+        def announced_sync(*args: Any, should_sync: bool = True, **kwargs: Any) -> None:
+            if should_sync:
+                self._before_sync()
+            sync(*args, should_sync=should_sync, **kwargs)
+
+        return announced_sync
+
     def _merge(
         self, parts: list[tuple[int, dict[str, Any]]], losses: Sequence[Tensor | None], loss_weights: Sequence[float]
     ) -> dict[str, Any]:
@@ -113,6 +133,7 @@ class StepLogging:
         if fresh is None:
             fresh = self._fresh_metrics[id(metric)] = metric.clone()
         fresh.reset()
+        fresh._to_sync = metric.dist_sync_on_step  # as in the metric's own forward: compute alone would always
         for microbatch in updates:
             for args, kwargs in microbatch:
                 fresh.update(*args, **kwargs)

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -14,7 +15,6 @@ from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
-from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -31,10 +31,11 @@ from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_t
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.layers import LayerSpec
-from lightning_roundpipe.pipeline.rng import program_seed
+from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
+from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
 from lightning_roundpipe.state.gradients import BatchGradients
@@ -52,7 +53,7 @@ from lightning_roundpipe.trees import map_tree
 _CHECKPOINT_KEY = "roundpipe"
 
 
-class RoundPipeStrategy(SingleDeviceStrategy):
+class RoundPipeStrategy(MultiProcessStrategy):
     """Trains with parameters, gradients and optimizer state in host memory and the devices as a pool of workers.
 
     Args:
@@ -103,7 +104,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
-        self.parallel_devices: list[torch.device] | None = None
+        self._communicates = False
+        """Whether training_step talks to other processes."""
         self.microbatches = microbatches
         self.staleness = staleness
         self.layers: LayerSpec | None = [layers] if isinstance(layers, str) else layers
@@ -125,6 +127,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._fresh_metrics: dict[int, Metric] = {}
         self._threads_before: int | None = None
         self._started = self._validation_started = self._validation_seconds = 0.0
+        self._seed = 0
         self._report: PipelineReport | None = None
         self._last_state: dict[str, Any] | None = None
 
@@ -166,17 +169,40 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     def _trainer(self) -> "pl.Trainer | None":
         return None if self._lightning_module is None else self._lightning_module._trainer
 
-    @property
-    def num_nodes(self) -> int:
-        return 1
+    # -- several processes -----------------------------------------------------------------------------------------
 
-    @num_nodes.setter
-    def num_nodes(self, number: int) -> None:
-        if number != 1:
-            raise MisconfigurationException(
-                f"strategy='roundpipe' trains in one process on one machine, but `num_nodes={number}` was asked for."
-                " Use strategy='fsdp' across machines."
+    def before_collective(self) -> None:
+        """
+        Raises:
+            RuntimeError: In one of several microbatches, whose order is each process's own.
+        """
+        if not self.is_distributed or current_microbatch.get(None) is None:
+            return
+        batch = self._pipeline.batch if self._pipeline is not None else None
+        if batch is not None and batch.microbatches > 1:
+            raise RuntimeError(
+                "training_step communicates with the other processes (all_gather, reduce, a metric's compute, ...) once"
+                " per microbatch, in an order that is not the same in each process. Do it outside of training_step, or"
+                " use RoundPipeStrategy(split='model')."
             )
+        self._communicates = True
+
+    def _wait_backward(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.wait_backward()
+
+    def _average(self, pipeline: Pipeline) -> None:
+        """Averages over the processes what the next optimizer step uses."""
+        if self.processes is not None:
+            units, gradients = pipeline.store.units, pipeline.gradients
+            self.processes.average([unit.parameters for unit in units], gradients.get, gradients.adopt)
+
+    def average_by_hand(self) -> None:
+        """Manual optimization: averages what is in ``.grad`` over the processes."""
+        module = self.lightning_module
+        if self.processes is not None and module is not None and not module.automatic_optimization:
+            parameters = [[parameter] for parameter in module.parameters()]
+            self.processes.average(parameters, lambda p: p.grad, lambda p, gradient: setattr(p, "grad", gradient))
 
     def _device_count(self) -> int:
         return max(1, len(self.parallel_devices or ()))
@@ -201,21 +227,30 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 f" work at the same time: the numbers are right, but training is no faster than with devices={cores}."
             )
         restored = self._restored or {}
+        self._seed = restored.get("seed", program_seed())
         pipeline = Pipeline(
             module,
             [CpuDevice(index, threads) for index in range(count)],
             layers=self.layers,
             staleness=self.staleness,
-            seed=restored.get("seed", program_seed()),
+            seed=derive_seed(self._seed, self.global_rank) if self.is_distributed else self._seed,
             first_step=restored.get("step", 0),
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])
         pipeline.on_serial = _say_serial
-        self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
+        self._worker = OptimizerWorker(
+            pipeline.store,
+            pipeline.gradients,
+            pipeline.monitor,
+            pipeline.unit_order(),
+            1,
+            partial(self._average, pipeline),
+        )
         self._worker.skip_to(pipeline.store.enqueued)
         self._restored = self._last_state = None
         self._fresh_metrics = {}
+        self._communicates = False
         self._gradients_unused = False
         self._decided = None
         self._started, self._validation_seconds = time.perf_counter(), 0.0
@@ -252,6 +287,11 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                     f"{type(optimizer).__name__} evaluates the loss again at new parameters within one step, which"
                     " cannot be done with parameters one step old. Use RoundPipeStrategy(staleness=0)"
                     " (strategy='roundpipe')."
+                )
+            if self.is_distributed and needs_closure(optimizer):
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} decides by the loss how often it evaluates it, and the loss is not the"
+                    f" same in each of the {self.world_size} processes. Train in one process."
                 )
             groups = optimizer.param_groups
             if (
@@ -294,6 +334,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """Runs the step's forward in microbatches; their backward goes on when this returns."""
         module, trainer = self.lightning_module, self._trainer
         assert module is not None and trainer is not None
+        if self.processes is not None:
+            self.processes.follow_changed_buffers(module, self._wait_backward)
         skips_backward = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # last epoch of SWA
         if not module.automatic_optimization or skips_backward:
             self.settle()
@@ -308,7 +350,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
-        logging = StepLogging(module, sizes, self._fresh_metrics)
+        logging = StepLogging(module, sizes, self._fresh_metrics, self.before_collective)
         splits_calls = self._decided is not None and self._decided[0] == "model"
         profiling = StepProfiling(trainer.profiler, pipeline.interleaves(), pipeline.run_serially)  # type: ignore[attr-defined]
         outputs: list[Any] = [None] * len(pieces)
@@ -340,8 +382,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 deferred=self._waits_for_backward(module),
                 values_changed=self._may_have_changed(),
             )
-            if process_wide:  # the recompute must see the same default dtype
-                pipeline.wait_backward()
+            if process_wide or (self._communicates and not self._batch.deferred):
+                pipeline.wait_backward()  # the recompute must see the same default dtype
         if len(pieces) > 1:
             logging.replay(self._batch.losses, weights)
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
@@ -481,7 +523,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             if is_overridden("optimizer_zero_grad", self.lightning_module):
                 self._adopt_gradients()
             batch.release(given)
-            if self._pipeline is not None and (batch.records or self._pipeline.draws_on_the_host()):
+            if self._pipeline is not None and (
+                batch.records or self._communicates or self._pipeline.draws_on_the_host()
+            ):
                 self._pipeline.wait_backward()
             return
         expected = scale * self._loss_scale()
@@ -504,13 +548,16 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def after_backward(self) -> None:
         """After ``loss.backward()``: without a background step, gradients are put where Lightning has them."""
-        pipeline = self._pipeline
+        pipeline, trainer = self._pipeline, self._trainer
         if pipeline is None:
+            self.average_by_hand()
             return
         pipeline.check()
         if self.steps_in_background:
             return
         pipeline.wait_backward()
+        if trainer is not None and not trainer.fit_loop._should_accumulate():
+            self._average(pipeline)
         for parameter in pipeline.store.parameters():
             gradient = pipeline.gradients.get(parameter)
             if gradient is not None:
@@ -612,7 +659,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""
         if self._pipeline is None:
             return self._last_state
-        state: dict[str, Any] = {"seed": self._pipeline.seed, "step": self._pipeline.step}
+        state: dict[str, Any] = {"seed": self._seed, "step": self._pipeline.step}
         if self.staleness and self._pipeline.store.enqueued:
             state["stale"] = self._pipeline.store.stale_values()
         return state

@@ -57,16 +57,24 @@ class OptimizerWorker:
         monitor: An error of the worker fails the pipeline through it, and the other way round.
         order: The units in the order in which the next forward needs them.
         threads: Number of cores for the step.
+        average: Where there are several processes, averages their gradients, in place, before each step.
     """
 
     def __init__(
-        self, store: ParameterStore, gradients: Gradients, monitor: Monitor, order: Sequence[Unit], threads: int
+        self,
+        store: ParameterStore,
+        gradients: Gradients,
+        monitor: Monitor,
+        order: Sequence[Unit],
+        threads: int,
+        average: Callable[[], None] | None = None,
     ) -> None:
         self._store = store
         self._gradients = gradients
         self._monitor = monitor
         self.order = order
         self._threads = threads
+        self._average = average
         self._jobs: queue.SimpleQueue[StepJob | None] = queue.SimpleQueue()
         self._idle = monitor.condition()
         self._finished = 0
@@ -115,6 +123,8 @@ class OptimizerWorker:
                 self._idle.notify_all()
 
     def _step(self, job: StepJob) -> None:
+        if self._average is not None:
+            self._average()
         optimizer = job.optimizer
         whole = self._snapshot(job)
         go = job.before_step is None or job.before_step(whole)
