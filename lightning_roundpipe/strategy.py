@@ -29,6 +29,7 @@ from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
@@ -68,12 +69,15 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
         background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
             own way.
+        compile: Whether layers run compiled (``torch.compile``), with one compilation for all layers of one kind; or
+            the keyword arguments of ``torch.compile``, such as ``{"backend": "aot_eager"}``.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
         precision_plugin: As for any strategy.
 
     Raises:
         ValueError: When an argument is out of range.
+        TypeError: When ``torch.compile`` does not know an argument of `compile`.
     """
 
     strategy_name = "roundpipe"
@@ -86,6 +90,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         split: Literal["step", "model", "whole", "auto"] = "auto",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
+        compile: bool | dict[str, Any] = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -108,6 +113,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self.split = split
         self.loss_weight = loss_weight
         self.background_step = background_step
+        self.compile = compile
+        self._compile_settings = (
+            None if compile is False else compile_settings(compile if isinstance(compile, dict) else {})
+        )
         self.steps_in_background = False
         """Whether the present fit's optimizer steps in the background. Known from the first batch on."""
         self._pipeline: Pipeline | None = None
@@ -201,6 +210,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             staleness=self.staleness,
             seed=restored.get("seed", program_seed()),
             first_step=restored.get("step", 0),
+            compile_settings=self._compile_settings,
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])
@@ -294,8 +304,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         pipeline = self._pipeline or self._open()
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
+        training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
         if self._decided is None and self.split != "whole" and self._wanted() > 1:
-            self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
+            self._decide(pipeline, batch, lambda part: loss_in(training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
@@ -310,7 +321,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             def step() -> Tensor | None:
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
-                    outputs[index] = output = module.training_step(piece, *rest, **kwargs)
+                    outputs[index] = output = training_step(piece, *rest, **kwargs)
                 return loss_in(output)
 
             return step
@@ -666,6 +677,11 @@ def loss_in(output: Any) -> Tensor | None:
             " be skipped)."
         )
     return output
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = compiled_function(function)
+    return function if compiled is None else compiled[1]
 
 
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
