@@ -105,6 +105,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
+        if not isinstance(compile, (bool, dict)):
+            raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self.parallel_devices: list[torch.device] | None = None
         self.microbatches = microbatches
@@ -114,9 +116,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self.loss_weight = loss_weight
         self.background_step = background_step
         self.compile = compile
-        self._compile_settings = (
-            None if compile is False else compile_settings(compile if isinstance(compile, dict) else {})
-        )
+        options = compile if isinstance(compile, dict) else {}
+        self._compile_settings = None if compile is False else compile_settings(options)
         self.steps_in_background = False
         """Whether the present fit's optimizer steps in the background. Known from the first batch on."""
         self._pipeline: Pipeline | None = None

@@ -85,7 +85,7 @@ def _run(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 
 def warn_uncompiled(name: str, error: Exception) -> None:
-    reason = str(error).strip().partition("\n")[0]
+    reason = " ".join(str(error).strip().split("\n")[:2])
     warnings.warn(
         f"roundpipe: {name} runs uncompiled, because it could not be compiled: {type(error).__name__}: {reason}",
         stacklevel=2,
@@ -136,7 +136,8 @@ def compile_settings(options: Mapping[str, Any]) -> Any:
         if (mode := options.pop("mode", None)) is not None:
             options["options"] = {**torch._inductor.list_mode_options(mode), **(options.get("options") or {})}
         options["options"] = {"fallback_random": True, **(options.get("options") or {})}
-    return torch.compile(nn.Identity(), **options).dynamo_ctx
+    compiled: Any = torch.compile(nn.Identity(), **options)
+    return compiled.dynamo_ctx
 
 
 def settings_by_module(root: nn.Module, default: Any | None) -> dict[int, Any]:

@@ -82,8 +82,8 @@ class Interception:
         self._split = [_SplitForward(module) for module in modules]
 
     def install(self) -> None:
-        """Also switches off what the pipeline does itself: transformers' gradient checkpointing of the layers, and compiled
-        code around them.
+        """Also switches off compiled code around the layers, and transformers' gradient checkpointing of them: the
+        pipeline recomputes them itself.
         """
         for attributes, name, value in list(_compiled_around(self._root, self._layers)):
             self._compiled.append((attributes, name, attributes[name]))
@@ -122,7 +122,7 @@ class Interception:
 
 
 def _compiled_around(root: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[dict[str, Any], str, Any]]:
-    """Where compiled code is called that leads to layers: attributes, name, and what is called instead during a step."""
+    """Where compiled code is called that leads to layers: attributes, name, and what stands there during a step."""
     inside = {id(module) for layer in layers for module in layer.modules[1:]}
     tops = {id(layer.module) for layer in layers}
     for module in root.modules():

@@ -706,19 +706,18 @@ class Pipeline(CallOwner):
         return inputs
 
     def _compile_alone(self, microbatch: Microbatch) -> None:
-        """A layer's code is about to be compiled. It holds the baton until the call's end, since dynamo in the end sets
-        the process's random generators to what they were when it began."""
+        """A layer's code is about to be compiled. It holds the baton until the end of the call: dynamo sets the
+        process's random generators to what it found at first, which may be what another compilation left for a while.
+        """
         if microbatch.place is None:
             self._take_baton(microbatch)
-            microbatch.compiles = True
+            microbatch.before_compiling = RandomState.capture()
 
     def _end_compiling(self, microbatch: Microbatch) -> None:
-        if not microbatch.compiles:
-            return
-        microbatch.compiles = False
-        if not microbatch.in_backward and microbatch.random_state is not None:
-            microbatch.random_state.restore()
-        self._release_baton(microbatch)
+        if microbatch.before_compiling is not None:
+            microbatch.before_compiling.restore()
+            microbatch.before_compiling = None
+            self._release_baton(microbatch)
 
     def _found_compilation(self, call: Call) -> None:
         """A function of the user's was compiled in a layer that did not hold the baton. From now on it does."""
@@ -726,9 +725,9 @@ class Pipeline(CallOwner):
         if any(layer.draws() for layer in self.layers):
             raise RuntimeError(
                 f"{call.label}: a function with torch.compile that the layer calls was compiled for the first time, or"
-                " anew, while other microbatches may have drawn random numbers, which it takes back. Call it in the same"
-                " way in the first batch, compile the layer as a whole with RoundPipeStrategy(compile=True), or train"
-                " with RoundPipeStrategy(microbatches=1)."
+                " anew, while other microbatches may have drawn random numbers, which it takes back. Call it in the"
+                " same way in the first batch, compile the layer as a whole with RoundPipeStrategy(compile=True), or"
+                " train with RoundPipeStrategy(microbatches=1)."
             )
 
     def _timed(self, microbatch: Microbatch, costs: list[Costs], call: Call, work: Callable[[], Any]) -> Any:
