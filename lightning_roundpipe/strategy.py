@@ -393,7 +393,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         def loss_of(part: Any) -> Tensor | None:
             module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
             with self.precision_plugin.train_step_context():
-                return step(part)
+                with torch.compiler.set_stance("force_eager"):  # not compiled for the sake of one batch
+                    return step(part)
 
         self.settle()
         why = "because that was asked for"

@@ -157,6 +157,7 @@ class _SplitForward:
             else:
                 attributes["forward"] = self._own
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         splitter: SplitHandler | None = getattr(_current, "splitter", None)
         if splitter is not None:
