@@ -30,6 +30,7 @@ from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
@@ -71,12 +72,15 @@ class RoundPipeStrategy(MultiProcessStrategy):
             (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
         background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
             own way.
+        compile: Whether layers run compiled (``torch.compile``), with one compilation for all layers of one kind; or
+            the keyword arguments of ``torch.compile``, such as ``{"backend": "aot_eager"}``.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
         precision_plugin: As for any strategy.
 
     Raises:
         ValueError: When an argument is out of range.
+        TypeError: When ``torch.compile`` does not know an argument of `compile`.
     """
 
     strategy_name = "roundpipe"
@@ -89,6 +93,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         split: Literal["step", "model", "whole", "auto"] = "auto",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
+        compile: bool | dict[str, Any] = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -103,6 +108,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
+        if not isinstance(compile, (bool, dict)):
+            raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._communicates = False
         """Whether training_step talks to other processes."""
@@ -112,6 +119,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.split = split
         self.loss_weight = loss_weight
         self.background_step = background_step
+        self.compile = compile
+        options = compile if isinstance(compile, dict) else {}
+        self._compile_settings = None if compile is False else compile_settings(options)
         self.steps_in_background = False
         """Whether the present fit's optimizer steps in the background. Known from the first batch on."""
         self._pipeline: Pipeline | None = None
@@ -235,6 +245,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             staleness=self.staleness,
             seed=derive_seed(self._seed, self.global_rank) if self.is_distributed else self._seed,
             first_step=restored.get("step", 0),
+            compile_settings=self._compile_settings,
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])
@@ -343,9 +354,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
         pipeline = self._pipeline or self._open()
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
+        training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
         if self._decided is None and self.split != "whole" and self._wanted() > 1:
             with recording_nothing(trainer.profiler):  # type: ignore[attr-defined]
-                self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
+                self._decide(pipeline, batch, lambda part: loss_in(training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
@@ -362,7 +374,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             def step() -> Tensor | None:
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
-                    outputs[index] = output = module.training_step(piece, *rest, **kwargs)
+                    outputs[index] = output = training_step(piece, *rest, **kwargs)
                 return loss_in(output)
 
             return step
@@ -434,7 +446,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         def loss_of(part: Any) -> Tensor | None:
             module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
             with self.precision_plugin.train_step_context():
-                return step(part)
+                with torch.compiler.set_stance("force_eager"):  # not compiled for the sake of one batch
+                    return step(part)
 
         self.settle()
         why = "because that was asked for"
@@ -733,6 +746,11 @@ def loss_in(output: Any) -> Tensor | None:
             " be skipped)."
         )
     return output
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = compiled_function(function)
+    return function if compiled is None else compiled[1]
 
 
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:

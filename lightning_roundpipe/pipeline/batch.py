@@ -35,6 +35,8 @@ class Microbatch:
         self.device = 0
         self.place: threading.Condition | None = None
         self.in_backward = False
+        self.before_compiling: RandomState | None = None
+        """Set while it holds the baton because something was compiled in its present call."""
         self.token = torch.empty(0, requires_grad=True)
         self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.random_state: RandomState | None = None

@@ -13,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.overrides import TorchFunctionMode
 
+from lightning_roundpipe.pipeline.compiling import compiled_function
 from lightning_roundpipe.pipeline.replica import Layer
 
 CallHandler = Callable[[Layer, tuple[Any, ...], dict[str, Any]], Any]
@@ -66,10 +68,12 @@ def splitting_calls(handler: SplitHandler) -> Iterator[None]:
 class Interception:
     """Puts our ``forward`` on the layers, and takes it off again."""
 
-    def __init__(self, layers: Sequence[Layer]) -> None:
+    def __init__(self, root: nn.Module, layers: Sequence[Layer]) -> None:
+        self._root = root
         self._layers = layers
         self._split: list[_SplitForward] = []
         self._checkpointing: list[dict[str, Any]] = []
+        self._compiled: list[tuple[dict[str, Any], str, Any]] = []
         for layer in layers:
             layer.intercept = _InterceptedForward(layer)
 
@@ -78,7 +82,12 @@ class Interception:
         self._split = [_SplitForward(module) for module in modules]
 
     def install(self) -> None:
-        """Also switches off transformers' gradient checkpointing of the layers: the pipeline recomputes them itself."""
+        """Also switches off compiled code around the layers, and transformers' gradient checkpointing of them: the
+        pipeline recomputes them itself.
+        """
+        for attributes, name, value in list(_compiled_around(self._root, self._layers)):
+            self._compiled.append((attributes, name, attributes[name]))
+            attributes[name] = value
         self._checkpointing = [
             module.__dict__
             for layer in self._layers
@@ -107,6 +116,25 @@ class Interception:
                     del attributes["forward"]
                 else:
                     attributes["forward"] = layer.own_forward
+        for attributes, name, value in self._compiled:
+            attributes[name] = value
+        self._compiled = []
+
+
+def _compiled_around(root: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Where compiled code is called that leads to layers: attributes, name, and what stands there during a step."""
+    inside = {id(module) for layer in layers for module in layer.modules[1:]}
+    tops = {id(layer.module) for layer in layers}
+    for module in root.modules():
+        if id(module) in inside or not any(id(submodule) in tops for submodule in module.modules()):
+            continue
+        attributes = module.__dict__
+        if isinstance(module, OptimizedModule):
+            yield attributes, "forward", module._orig_mod.__call__
+        elif (compiled := compiled_function(attributes.get("forward"))) is not None:
+            yield attributes, "forward", compiled[1]
+        if attributes.get("_compiled_call_impl") is not None:
+            yield attributes, "_compiled_call_impl", None
 
 
 class _SplitForward:
@@ -129,6 +157,7 @@ class _SplitForward:
             else:
                 attributes["forward"] = self._own
 
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         splitter: SplitHandler | None = getattr(_current, "splitter", None)
         if splitter is not None:
@@ -157,6 +186,7 @@ class _InterceptedForward:
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
 
+    @torch.compiler.disable  # a compiled function that calls layers is interrupted there
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
         handler: CallHandler | None = getattr(_current, "handler", None)
@@ -228,10 +258,14 @@ class OutsideParameters(TorchFunctionMode):
         if involved and not _is_about_the_object(func):
             if not torch.is_grad_enabled() and args and _changes_in_place(func) and self._owns(args[0]):
                 self._touched(args[0], True)
-            args = tuple(self.replace(item) for item in args)
-            kwargs = {key: self.replace(item) for key, item in kwargs.items()}
+            return self._with_stand_ins(func, args, kwargs)
         return func(*args, **kwargs)
 
+    @torch.compiler.disable
+    def _with_stand_ins(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*map(self.replace, args), **{key: self.replace(item) for key, item in kwargs.items()})
+
+    @torch.compiler.disable
     def _with_masters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Functions that read or write a parameter's own memory: after its pending step."""
         parameters = [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Parameter) and self._owns(item)]

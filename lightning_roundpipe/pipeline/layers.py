@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch._dynamo import OptimizedModule
 
 LayerSpec: TypeAlias = Sequence[str | type[nn.Module]] | Callable[[nn.Module], object]
 
@@ -41,6 +42,9 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
         return isinstance(module, _CONTAINERS) or not _callable(module)  # the step may call the children themselves
 
     def visit(name: str, module: nn.Module, repeated: bool) -> None:
+        if isinstance(module, OptimizedModule):
+            visit(f"{name}._orig_mod", module._orig_mod, repeated)
+            return
         if module in seen or not (_callable(module) or _holds_modules(module)):
             return
         if not is_open(module, repeated):
@@ -52,17 +56,23 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
         descend(name, module)
 
     def descend(name: str, module: nn.Module) -> None:
-        kinds = Counter(type(child) for child in module.children())
+        kinds = Counter(type(uncompiled(child)) for child in module.children())
         in_container = isinstance(module, _CONTAINERS)
         for child_name, child in module.named_children():
             # Blocks of one kind side by side are layers. Two alike outside a container are rather two models (student
             # and teacher), and a container is a block only within a container (a stage of a ResNet).
             enough = 2 if in_container else 3
-            repeated = kinds[type(child)] >= enough and (in_container or not isinstance(child, _CONTAINERS))
+            own = uncompiled(child)
+            repeated = kinds[type(own)] >= enough and (in_container or not isinstance(own, _CONTAINERS))
             visit(f"{name}.{child_name}" if name else child_name, child, repeated)
 
     descend("", root)
     return layers
+
+
+def uncompiled(module: nn.Module) -> nn.Module:
+    """The module that ``torch.compile`` was given."""
+    return module._orig_mod if isinstance(module, OptimizedModule) else module
 
 
 def _callable(module: nn.Module) -> bool:
@@ -112,7 +122,7 @@ def _specified(root: nn.Module, spec: LayerSpec) -> set[nn.Module]:
     if callable(spec):
         answer = spec(root)
         if isinstance(answer, Iterable):
-            found = set(answer)
+            found = set(map(uncompiled, answer))
             inside = set(root.modules())
             if stray := [type(module).__name__ for module in found if module not in inside]:
                 raise ValueError(f"`layers` returned modules that are not part of {type(root).__name__}: {stray}.")
@@ -122,7 +132,7 @@ def _specified(root: nn.Module, spec: LayerSpec) -> set[nn.Module]:
     modules = dict(root.named_modules())
     for item in spec:
         if isinstance(item, str) and item in modules:
-            found = {modules[item]}
+            found = {uncompiled(modules[item])}
         else:
             found = {
                 module

@@ -17,6 +17,16 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_roundpipe.pipeline.compiling import (
+    CompiledKind,
+    compile_function,
+    compiled_function,
+    prepared,
+    same_settings,
+    settings_by_module,
+    warn_uncompiled,
+)
+
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -67,6 +77,8 @@ class Traits:
     """How tensors leave the layer besides being returned, in words."""
     foreign: list[Tensor] = field(default_factory=list)
     """Parameters of others that the layer reaches by itself, past its arguments."""
+    compiles: bool = False
+    """Calls functions that the user has compiled, and so may set the random generators back at any time."""
 
 
 class Layer:
@@ -102,6 +114,8 @@ class Layer:
         """The forward that stands in the module's ``__dict__`` during a step."""
         self.own_forward: Callable[..., Any] | None = None
         """A forward that the user put there."""
+        self.compiled: CompiledKind | None = None
+        """The compiled code, if it is to run compiled."""
         self._state: AttributeState | None = None
         self._free: list[Replica] = []
 
@@ -116,6 +130,20 @@ class Layer:
     def draws(self) -> bool:
         """Whether a call now may draw random numbers: it did before, or it has dropout that is in force."""
         return self.traits.draws or any(module.training and module.p > 0 for module in self._dropouts)
+
+    def structure(self) -> Any:
+        """Layers that differ in it cannot share compiled code."""
+        modules = tuple((name, type(module)) for name, module in self.module.named_modules())
+        parameters = tuple((p.shape, p.dtype, p.requires_grad) for p in self.parameters)
+        return modules, tuple(self.parameter_slots), parameters
+
+    def compiled_for_call(self, *, merge_norm_statistics: bool) -> CompiledKind | None:
+        """The compiled code for a call now. Where the replica must note what happens inside, there is none."""
+        if self.compiled is None or self.compiled.failed:
+            return None
+        if any(module._forward_hooks for module in self.modules[1:]):
+            return None
+        return None if merge_norm_statistics and self.norms(training=True) else self.compiled
 
     def has_own_parameters(self) -> bool:
         """Whether its parameters are in place, and not others put there for a moment (``functional_call``)."""
@@ -210,10 +238,33 @@ class Layer:
             return id(value.__self__) in self._module_index
         if isinstance(value, weakref.ref):
             return self._refers_inside(value(), visited)
+        if (compiled := compiled_function(value)) is not None:
+            return self._refers_inside(compiled[1], visited)
         if type(value) in (list, tuple, dict) and id(value) not in visited:
             visited.add(id(value))
             return any(self._refers_inside(v, visited) for v in (value.values() if type(value) is dict else value))
         return False
+
+
+def share_compiled_code(root: nn.Module, layers: Sequence[Layer], default: Any | None) -> None:
+    """Gives layers that are to run compiled their code: one for all of the same structure and settings.
+
+    Args:
+        root: The user's module.
+        layers: Its layers.
+        default: How to compile layers that the user has not compiled; None: not at all.
+    """
+    settings = settings_by_module(root, default)
+    kinds: dict[Any, list[CompiledKind]] = {}
+    for layer in layers:
+        wanted = settings[id(layer.module)]
+        if wanted is None:
+            continue
+        alike = kinds.setdefault(layer.structure(), [])
+        layer.compiled = next((kind for kind in alike if same_settings(kind.settings, wanted)), None)
+        if layer.compiled is None:
+            layer.compiled = CompiledKind(f"{type(layer.module).__name__} (layer {layer.name!r})", wanted)
+            alike.append(layer.compiled)
 
 
 def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
@@ -258,6 +309,8 @@ class Replica:
         ]
         self._masters: dict[int, Any] = {}
         self._original: list[dict[str, Any]] = []
+        self._code: CompiledKind | None = None
+        self._compiled_inside: dict[int, tuple[Any, Any]] = {}
         self.hook_calls: list[HookCall] = []
         self.norm_statistics: list[NormStatistics] = []
 
@@ -270,6 +323,7 @@ class Replica:
         *,
         merge_norm_statistics: bool,
         copies: dict[tuple[int, str], Any],
+        code: CompiledKind | None = None,
     ) -> None:
         """Prepares for one call.
 
@@ -280,8 +334,10 @@ class Replica:
             buffers: The buffer dict of each module. What the call assigns or writes goes there.
             merge_norm_statistics: Take BatchNorm's statistics aside instead of updating its running statistics.
             copies: What stands for attributes that the call may change in place, so that it is lost.
+            code: The compiled code to run; by default, the modules' own.
         """
         layer = self.layer
+        self._code = code
         self.hook_calls = []
         self.norm_statistics = []
         for i, (shell, attributes) in enumerate(zip(self.shells, state.dicts, strict=True)):
@@ -322,6 +378,8 @@ class Replica:
         self.norm_statistics = []
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._code is not None:
+            return self._code.run(self.shells[0], args, kwargs)
         return self.shells[0].forward(*args, **kwargs)
 
     def attribute_changes(self) -> list[tuple[int, str, Any]]:
@@ -353,11 +411,30 @@ class Replica:
         if isinstance(value, weakref.ref):
             target = value()
             return value if target is None else weakref.ref(self._inside(target, parameters))
+        if isinstance(value, types.FunctionType):
+            return self._compiled(value, parameters)
         if type(value) in (list, tuple):
             return type(value)(self._inside(item, parameters) for item in value)
         if type(value) is dict:
             return {key: self._inside(item, parameters) for key, item in value.items()}
         return value
+
+    def _compiled(self, function: Any, parameters: Sequence[Tensor]) -> Any:
+        """A function that the user has compiled within the layer, for the shells."""
+        compiled = compiled_function(function)
+        if compiled is None:
+            return function
+        settings, original = compiled
+        if self.layer.compiled is not None:  # together with all the rest
+            return self._inside(original, parameters)
+        if id(function) not in self._compiled_inside:
+            name = f"{getattr(original, '__qualname__', type(original).__name__)} in layer {self.layer.name!r}"
+            settings = prepared(settings, lambda error: warn_uncompiled(name, error))
+            self._compiled_inside[id(function)] = (
+                function,
+                compile_function(settings, self._inside(original, parameters)),
+            )
+        return self._compiled_inside[id(function)][1]
 
     def _outside(self, value: Any) -> Any:
         """The other way round."""

@@ -23,6 +23,7 @@ from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.call_split import CallSplit, CannotSplitError, signature
+from lightning_roundpipe.pipeline.compiling import before_compiling, count_compilations, unprepared_compilations
 from lightning_roundpipe.pipeline.fan_out import FanOut, Lines
 from lightning_roundpipe.pipeline.interception import (
     Interception,
@@ -33,7 +34,7 @@ from lightning_roundpipe.pipeline.interception import (
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
-from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics
+from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
 from lightning_roundpipe.pipeline.threads import WorkThread
@@ -69,6 +70,7 @@ class Pipeline(CallOwner):
         staleness: 0 or 1; see :class:`ParameterStore`.
         seed: Base of all random numbers drawn in microbatches.
         first_step: Number of batches trained so far, as a counter for the random numbers.
+        compile_settings: How to compile layers that the user has not compiled (see :func:`compile_settings`), or None.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Pipeline(CallOwner):
         staleness: int = 0,
         seed: int = 0,
         first_step: int = 0,
+        compile_settings: Any | None = None,
     ) -> None:
         self.root = root
         self.devices = list(devices)
@@ -90,7 +93,9 @@ class Pipeline(CallOwner):
         self.turns = Turns(self.turnstiles)
         self.baton = Baton(self.monitor)
         self.layers = [Layer(i, name, module) for i, (name, module) in enumerate(find_layers(root, layers).items())]
-        self.interception = Interception(self.layers)
+        share_compiled_code(root, self.layers, compile_settings)
+        count_compilations()
+        self.interception = Interception(root, self.layers)
         self.attributes = ModuleAttributes(root, self.layers, self.run_serially)
         self.store = ParameterStore(root, self.layers, self.monitor, staleness)
         self.gradients = Gradients(self.store, self.monitor)
@@ -279,7 +284,8 @@ class Pipeline(CallOwner):
     def draws_on_the_host(self) -> bool:
         """Whether a backward would take the process's generators away from the main thread's own code."""
         return self._backward_draws or (
-            any(device.shares_host_generator for device in self.devices) and any(layer.draws() for layer in self.layers)
+            any(device.shares_host_generator for device in self.devices)
+            and any(layer.draws() or layer.traits.compiles for layer in self.layers)
         )
 
     def _restore_random_state(self, batch: Batch, outside: RandomState) -> None:
@@ -400,6 +406,7 @@ class Pipeline(CallOwner):
     def _at_work(self, microbatch: Microbatch) -> Iterator[None]:
         """What fails is the batch's failure, with a note that says where."""
         _running.microbatch = microbatch
+        before_compiling(lambda: self._compile_alone(microbatch))
         try:
             yield
         except Cancelled:
@@ -410,6 +417,7 @@ class Pipeline(CallOwner):
             self.monitor.fail(error, microbatch.batch.number)
             microbatch.drop()
         finally:
+            before_compiling(None)
             _running.microbatch = None
 
     def _run_forward(self, microbatch: Microbatch, step: Callable[[], Any]) -> list[Tensor]:
@@ -632,9 +640,15 @@ class Pipeline(CallOwner):
         batch, traits = microbatch.batch, call.layer.traits
         many = batch.microbatches > 1
         watch = batch.serial or not many  # nothing else runs then, so whoever drew is the layer
-        if not (watch or (call.layer.draws() and device.shares_host_generator)):
-            return self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+        if not (watch or traits.compiles or (call.layer.draws() and device.shares_host_generator)):
+            compiled = unprepared_compilations()
+            run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+            self._end_compiling(microbatch)
+            if unprepared_compilations() != compiled:
+                self._found_compilation(call)
+            return run
         self._take_baton(microbatch)
+        compiled = unprepared_compilations()
         before = RandomState.capture()
         call.random_state = before
         if many:
@@ -646,6 +660,8 @@ class Pipeline(CallOwner):
         run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
         if watch and not RandomState.capture().same(started):
             traits.draws = True
+        if unprepared_compilations() != compiled:
+            traits.compiles = True
         if many:
             before.restore()
         if not call.layer.draws():
@@ -669,7 +685,8 @@ class Pipeline(CallOwner):
             self.turns.enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
-            if call.random_state is not None and device.shares_host_generator and call.kept is None:
+            alone = call.layer.traits.compiles or (call.random_state is not None and device.shares_host_generator)
+            if alone and call.kept is None:
                 self._take_baton(microbatch)
                 before = RandomState.capture()
                 inputs, found = self._timed(
@@ -687,6 +704,7 @@ class Pipeline(CallOwner):
                     call,
                     lambda: call.backward(device, gradients, parameters=parameters),
                 )
+                self._end_compiling(microbatch)
             for parameter, gradient in found:
                 batch.gradients.add(microbatch.index, parameter, gradient)
             self._count_down(microbatch, call)
@@ -695,6 +713,31 @@ class Pipeline(CallOwner):
             self._take_baton(microbatch, place)
             microbatch.where = ""
         return inputs
+
+    def _compile_alone(self, microbatch: Microbatch) -> None:
+        """A layer's code is about to be compiled. It holds the baton until the end of the call: dynamo sets the
+        process's random generators to what it found at first, which may be what another compilation left for a while.
+        """
+        if microbatch.place is None:
+            self._take_baton(microbatch)
+            microbatch.before_compiling = RandomState.capture()
+
+    def _end_compiling(self, microbatch: Microbatch) -> None:
+        if microbatch.before_compiling is not None:
+            microbatch.before_compiling.restore()
+            microbatch.before_compiling = None
+            self._release_baton(microbatch)
+
+    def _found_compilation(self, call: Call) -> None:
+        """A function of the user's was compiled in a layer that did not hold the baton. From now on it does."""
+        call.layer.traits.compiles = True
+        if any(layer.draws() for layer in self.layers):
+            raise RuntimeError(
+                f"{call.label}: a function with torch.compile that the layer calls was compiled for the first time, or"
+                " anew, while other microbatches may have drawn random numbers, which it takes back. Call it in the"
+                " same way in the first batch, compile the layer as a whole with RoundPipeStrategy(compile=True), or"
+                " train with RoundPipeStrategy(microbatches=1)."
+            )
 
     def _timed(self, microbatch: Microbatch, costs: list[Costs], call: Call, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()

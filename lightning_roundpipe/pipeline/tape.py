@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Built, Structure
+from lightning_roundpipe.pipeline.compiling import CompiledKind
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
 from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
@@ -116,6 +117,7 @@ class Call:
         self.seed: int | None = None
         self.random_state: RandomState | None = None
         self.merge_norm_statistics = False
+        self.compiled: CompiledKind | None = None
         self._parameter_kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.gradient_inputs: list[int] = []
         self.kept: Run | None = None
@@ -160,6 +162,8 @@ class Call:
         self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
         half = self.autocast.half_type(device.torch_device.type)
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
+        if watch is None:  # which sees nothing of compiled code
+            self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
         replica = layer.borrow()
         try:
             with watch or nullcontext():
@@ -502,6 +506,7 @@ class Call:
                 buffers,
                 merge_norm_statistics=self.merge_norm_statistics,
                 copies={} if first else self._copies,
+                code=self.compiled,
             )
             output = replica.forward(*args, **kwargs)
             hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
