@@ -37,6 +37,7 @@ from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
 from lightning_roundpipe.pipeline.threads import WorkThread
+from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
 from lightning_roundpipe.schedules import Action, roundpipe
@@ -582,6 +583,7 @@ class Pipeline(CallOwner):
         microbatch.sequence.append(layer.index)
         self._release_baton(microbatch)
         with handling_no_calls(), _without(mode):
+            stage = microbatch.stage
             self.turns.enter_forward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
@@ -596,6 +598,7 @@ class Pipeline(CallOwner):
                 run_mode = Mode.KEEP
             else:
                 run_mode = Mode.DROP
+            count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             run = self._run_call(microbatch, call, device, run_mode, number)
             place = self.baton.request()
             self.turns.leave_forward(microbatch, call)
@@ -660,6 +663,7 @@ class Pipeline(CallOwner):
             self.turns.enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
+            count_backward(device, microbatch, call)
             if call.random_state is not None and device.shares_host_generator and call.kept is None:
                 self._take_baton(microbatch)
                 before = RandomState.capture()
@@ -678,6 +682,7 @@ class Pipeline(CallOwner):
                     call,
                     lambda: call.backward(device, gradients, parameters=parameters),
                 )
+            count_gradients(device, microbatch, found)
             for parameter, gradient in found:
                 batch.gradients.add(microbatch.index, parameter, gradient)
             self._count_down(microbatch, call)

@@ -200,6 +200,11 @@ class Call:
             self.layer.traits.escapes |= escaped.ways(self.layer)
         return escaped
 
+    @property
+    def saved_inputs(self) -> list[Any]:
+        """The arguments' leaves as they are kept for the recompute."""
+        return self._saved
+
     def _check_own_parameters(self) -> None:
         """A layer that gives its parameters another type would give it to our stand-ins only."""
         for master, leaf, (dtype, shape) in zip(
