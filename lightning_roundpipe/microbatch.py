@@ -19,9 +19,11 @@ does not say which of the two it is, so what it holds decides:
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from itertools import accumulate
 from numbers import Integral, Number, Real
@@ -36,11 +38,15 @@ from lightning_roundpipe.trees import child_names, flatten, open_container, tens
 
 LossWeight = Literal["samples", "tokens", "sum"] | Callable[[Any], float | Tensor]
 
+SplitMethod = Callable[[Any, int], Sequence[Any]]
+"""Cuts a batch into at most so many microbatches."""
+
 LABEL_FIELDS = ("labels", "label_ids", "targets", "target")
 IGNORED_LABEL = -100  # PyTorch's cross_entropy ignores it, transformers pads with it
 
 REMEDY = (
-    "Use a batch layout of tensors with the samples in dim 0 or lists with one item per sample, "
+    "Use a batch layout of tensors with the samples in dim 0 or lists with one item per sample, give the LightningModule "
+    "or the data module a method `split(self, batch, microbatches)` that returns a list of microbatches, "
     'or keep the batch whole with RoundPipeStrategy(split="whole").'
 )
 
@@ -120,6 +126,47 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
             f"{sum(sizes)}. It holds {_describe(batch)}. {REMEDY}"
         )
     return pieces
+
+
+def own_split(*owners: object) -> SplitMethod | None:
+    """Return the first owner's own method ``split(self, batch, microbatches)``, if one has it.
+
+    The names of its arguments tell it from other attributes that are called ``split``.
+    """
+    for owner in owners:
+        method = getattr(owner, "split", None)
+        if not callable(method):
+            continue
+        with suppress(ValueError, TypeError):  # built-in functions may have no signature
+            parameters = list(inspect.signature(method).parameters.values())
+            if [p.name for p in parameters[:2]] == ["batch", "microbatches"] and all(
+                p.default is not p.empty for p in parameters[2:]
+            ):
+                return method
+    return None
+
+
+def split_by(method: SplitMethod, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
+    """Split `batch` by the user's own method.
+
+    Returns:
+        The microbatches, and how many samples each has. Where that cannot be told (their first dimensions do not add
+        up to the batch's), all sizes are 0.
+
+    Raises:
+        ValueError: `method` returned no list, an empty one, or more than `microbatches`.
+    """
+    name = getattr(method, "__qualname__", "split")
+    pieces = method(batch, microbatches)
+    if not isinstance(pieces, (list, tuple)) or not 1 <= len(pieces) <= microbatches:
+        what = f"{len(pieces)} of them" if isinstance(pieces, (list, tuple)) else type(pieces).__name__
+        raise ValueError(f"{name} must return a list of 1 to {microbatches} microbatches, it returned {what}.")
+    try:
+        sizes = [batch_size(piece) for piece in pieces]
+        told = len(pieces) == 1 or sum(sizes) == batch_size(batch)
+    except UnsplittableBatchError:
+        told = False
+    return list(pieces), sizes if told else [0] * len(pieces)
 
 
 class _Role(Enum):
@@ -302,15 +349,16 @@ def loss_weights(pieces: Sequence[Any], sizes: Sequence[int], loss_weight: LossW
       label of each row is left out: it has no position that could predict it in a causal language model.
     - a function: its share of ``loss_weight(microbatch)``, a finite number (or tensor of one) of at least zero.
 
-    Shares of nothing (no label counts at all) are shares of the samples.
+    Shares of nothing (no label counts at all) are shares of the samples. `sizes` of zeros: not known.
 
     Raises:
-        ValueError: no labels field for ``"tokens"``; a negative or infinite count; an unknown `loss_weight`.
+        ValueError: shares of samples are asked for and not known; no labels field for ``"tokens"``; a negative or
+            infinite count; an unknown `loss_weight`.
     """
     if loss_weight == "sum":
         return [1.0] * len(sizes)
     if loss_weight == "samples":
-        return _shares(sizes)
+        return _sample_shares(sizes)
     if loss_weight == "tokens":
         counts = [_count_labels(piece) for piece in pieces]
     elif callable(loss_weight):
@@ -320,7 +368,17 @@ def loss_weights(pieces: Sequence[Any], sizes: Sequence[int], loss_weight: LossW
                 raise ValueError(f"loss_weight gave {count} for microbatch {index}: it must be finite and at least 0")
     else:
         raise ValueError(f'loss_weight must be "samples", "tokens", "sum" or a function, got {loss_weight!r}')
-    return _shares(counts if sum(counts) > 0 else sizes)
+    return _shares(counts) if sum(counts) > 0 else _sample_shares(sizes)
+
+
+def _sample_shares(sizes: Sequence[int]) -> list[float]:
+    if not any(sizes):
+        raise ValueError(
+            "The first dimensions of the microbatches that `split` returned do not add up to the batch's, so they do"
+            ' not tell how many samples each has. Say how their losses count: RoundPipeStrategy(loss_weight="tokens"),'
+            ' "sum", or a function of the microbatch.'
+        )
+    return _shares(sizes)
 
 
 def _shares(counts: Sequence[float]) -> list[float]:

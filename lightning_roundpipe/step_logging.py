@@ -23,10 +23,10 @@ class StepLogging:
 
     Args:
         module: The user's module.
-        sizes: Number of samples in each microbatch.
+        sizes: Number of samples in each microbatch, or any weights in place of them.
     """
 
-    def __init__(self, module: pl.LightningModule, sizes: Sequence[int], fresh_metrics: dict[int, Metric]) -> None:
+    def __init__(self, module: pl.LightningModule, sizes: Sequence[float], fresh_metrics: dict[int, Metric]) -> None:
         self._module = module
         self._sizes = sizes
         self._fresh_metrics = fresh_metrics
@@ -134,7 +134,7 @@ def _put_back(attributes: dict[str, Any], name: str, own: Any) -> None:
         attributes[name] = own
 
 
-def _reduce(values: Sequence[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
+def _reduce(values: Sequence[Any], weights: Sequence[float], reduce_fx: Any) -> Any:
     """One value of several microbatches' values. Numbers stay Python numbers where all are equal."""
     if len(values) == 1:
         return values[0]

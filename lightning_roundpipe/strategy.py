@@ -35,7 +35,15 @@ from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
-from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
+from lightning_roundpipe.splitting import (
+    Evidence,
+    LossOf,
+    count_labels,
+    find_split_calls,
+    gather_evidence,
+    undone,
+    weight_name,
+)
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
@@ -113,6 +121,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
         self._batch: Batch | None = None
+        self._own_split: mb.SplitMethod | None = None
+        """The user's own way to cut a batch: ``split`` of the module or the data module."""
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
         self._settled = False
@@ -208,6 +218,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
         self._worker.skip_to(pipeline.store.enqueued)
         self._restored = self._last_state = None
+        self._own_split = mb.own_split(module, getattr(trainer, "datamodule", None))
+        if self._own_split is not None:
+            name = getattr(self._own_split, "__qualname__", "split")
+            rank_zero_info(f"roundpipe: batches are split into microbatches by {name}.")
         self._fresh_metrics = {}
         self._gradients_unused = False
         self._decided = None
@@ -296,11 +310,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         batch, rest = args[0], args[1:]
         if self._decided is None and self.split != "whole" and self._wanted() > 1:
             self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
-        sizes = self._sizes(batch)
-        pieces = mb.split(batch, sizes)
+        pieces, sizes = self._split(batch)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
-        logging = StepLogging(module, sizes, self._fresh_metrics)
+        logging = StepLogging(module, sizes if any(sizes) else weights, self._fresh_metrics)
         outputs: list[Any] = [None] * len(pieces)
         plugin = self.precision_plugin
         # The default dtype belongs to the whole process; autocast to each thread.
@@ -358,25 +371,34 @@ class RoundPipeStrategy(SingleDeviceStrategy):
     def _wanted(self) -> int:
         return self.microbatches or self._device_count() + 1
 
-    def _sizes(self, batch: Any) -> list[int]:
-        """Samples of each microbatch that runs the step. Until the first batch has decided, the batch stays whole."""
-        way = self._decided[0] if self._decided is not None else self.split
-        return self._sizes_of_parts(batch) if way == "step" else [1]
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches that run the step, and how many samples each has (zeros where that cannot be told).
 
-    def _sizes_of_parts(self, batch: Any) -> list[int]:
+        Until the first batch has decided, the batch stays whole.
+        """
+        way = self._decided[0] if self._decided is not None else self.split
+        return self._cut(batch) if way == "step" else ([batch], [1])
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         if self._wanted() == 1:
-            return [1]
+            return [batch], [1]
+        if self._own_split is not None:
+            return mb.split_by(self._own_split, batch, self._wanted())
         try:
-            return mb.split_sizes(mb.batch_size(batch), self._wanted())
+            sizes = mb.split_sizes(mb.batch_size(batch), self._wanted())
         except mb.UnsplittableBatchError:
             if self.split == "step":
                 raise
-            return [1]
+            return [batch], [1]
+        return mb.split(batch, sizes), sizes
 
     def _decide(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
         """How the batches of this fit are split, by the evidence of the first one."""
         module = self.lightning_module
         assert module is not None
+        if self.split != "model" and self._own_split is not None:
+            with undone(module):
+                self._cut(batch)  # what it raises is for the user to see
 
         def loss_of(part: Any) -> Tensor | None:
             module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
@@ -387,9 +409,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         why = "because that was asked for"
         try:
             if self.split != "model":
-                sizes = self._sizes_of_parts(batch)
-                if len(sizes) > 1:
-                    evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+                with undone(module):
+                    parts = len(self._cut(batch)[0])
+                if parts > 1:
+                    evidence = gather_evidence(module, batch, self._cut, loss_of, self.loss_weight)
                     if evidence is None:
                         return  # a later batch will tell
                     if self.split == "step":
@@ -400,7 +423,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                         self._decide_for_step(evidence)
                         return
                     why = f"because the loss couples samples: {evidence.describe()}"
-                elif mb.can_be_split(batch):
+                elif self._own_split is not None or mb.can_be_split(batch):
                     return  # a single sample
                 else:
                     why = "because the batch has no dimension of samples that all of it shares"

@@ -16,7 +16,7 @@ from lightning_roundpipe.pipeline.tape import Call, Mode
 
 
 def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str, *, enters: bool) -> None:
-    """Before a call's first run: its parameters, and its inputs if they are kept, or are those that a stage begins with.
+    """Before a call's first run: its parameters, and its inputs if they are kept, or if a stage begins with them.
 
     Args:
         device: Where it runs.
@@ -44,7 +44,7 @@ def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
 
 
 def count_gradients(device: Device, microbatch: Microbatch, found: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """After a call's backward: gradients of (parameter, gradient), summed on the device in the parameter's precision."""
+    """After a call's backward: its (parameter, gradient) pairs, summed on the device in the parameters' precision."""
     for parameter, gradient in found:
         if _first(microbatch, ("down", id(parameter))):
             dense = gradient.layout == torch.strided
