@@ -207,6 +207,8 @@ def _empty_like(original: Any) -> Any:
         return new
     if isinstance(original, Mapping):
         return {}
+    if isinstance(original, types.SimpleNamespace):
+        return type(original)()
     return object.__new__(type(original))
 
 
