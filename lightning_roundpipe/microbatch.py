@@ -45,8 +45,8 @@ LABEL_FIELDS = ("labels", "label_ids", "targets", "target")
 IGNORED_LABEL = -100  # PyTorch's cross_entropy ignores it, transformers pads with it
 
 REMEDY = (
-    "Use a batch layout of tensors with the samples in dim 0 or lists with one item per sample, give the LightningModule "
-    "or the data module a method `split(self, batch, microbatches)` that returns a list of microbatches, "
+    "Use a batch layout of tensors with the samples in dim 0 or lists with one item per sample, "
+    "give the module or the data module a method `split(self, batch, microbatches)` that returns the microbatches, "
     'or keep the batch whole with RoundPipeStrategy(split="whole").'
 )
 

@@ -668,6 +668,11 @@ class _BatchLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if ctx.batch is None:
             raise RuntimeError("The pipeline's backward of a batch can run only once.")
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "loss.backward(create_graph=True) asks for second derivatives, which are not supported through layers"
+                " of the pipeline. Train with strategy='auto'."
+            )
         strategy, batch = ctx.strategy, ctx.batch
         ctx.strategy = ctx.batch = None
         strategy.loss_backward(batch, gradient, ctx.scale)

@@ -19,7 +19,6 @@ from models import Lit, batches_of
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-
 from zoo.test_zoo import Watched, by_text, largest_error, moved, optimizer_state, train_plain
 
 TOLERANCE = 1e-12
@@ -288,11 +287,28 @@ class Repeated(Model):
         return x
 
 
+scale: ContextVar[float] = ContextVar("scale", default=1.0)
 current: ContextVar[list[Tensor] | None] = ContextVar("current", default=None)
 
 
-@hazard("a context variable set around the layer calls and read inside")
+@hazard("a context variable set around each layer call and read inside")
 class ContextVariable(Model):
+    class Scaled(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * scale.get()
+
+    block = Scaled
+
+    def between(self, x: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            token = scale.set(2.0 + number + len(batch["x"]))
+            x = block(x)
+            scale.reset(token)
+        return x
+
+
+@hazard("a context variable set around the layer calls, read by a hook that records outputs")
+class Recorder(Model):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:

@@ -156,10 +156,9 @@ class Pipeline(CallOwner):
             BaseException: Whatever was raised in a microbatch, with a note that says where.
         """
         self.check()
-        if not all(layer.is_current() for layer in self.layers):
+        if replaced := self._replaced():
             raise RuntimeError(
-                "The model's modules or parameters were replaced during training:"
-                f" {', '.join(layer.name for layer in self.layers if not layer.is_current())}."
+                f"The model's modules or parameters were replaced during training: {', '.join(replaced)}."
                 " Change them before fit, or call fit again after the change."
             )
         self.store.refresh(values=values_changed)
@@ -215,6 +214,16 @@ class Pipeline(CallOwner):
     def _provide_threads(self, count: int) -> None:
         while len(self._threads) < count:
             self._threads.append(WorkThread(f"roundpipe-{len(self._threads)}"))
+
+    def _replaced(self) -> list[str]:
+        """The layers that are not what they were when the pipeline was built, and parameters that are new or gone."""
+        found = [layer.name for layer in self.layers if not layer.is_current()]
+        now = dict(self.root.named_parameters())
+        known = {id(parameter) for parameter in self.store.parameters()}
+        if found or {id(parameter) for parameter in now.values()} == known:
+            return found
+        new = [name for name, parameter in now.items() if id(parameter) not in known]
+        return new or [self.store.name(p) for p in self.store.parameters() if all(p is not q for q in now.values())]
 
     def until(self, wait: Callable[[], None]) -> None:
         """Waits; raises what failed, and takes an interrupt of the wait for a failure of the pipeline."""
