@@ -523,6 +523,7 @@ def _merge_scalars(parts: list[_Part]) -> Any:
 
 
 def _mean(parts: list[_Part]) -> Any:
+    parts = [part for part in parts if part.weight] or parts  # what does not count need not be a number
     weights = [part.weight for part in parts]
     shares = _shares(weights if sum(weights) > 0 else [part.size for part in parts])
     values = [part.value for part in parts]

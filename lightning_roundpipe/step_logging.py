@@ -96,8 +96,9 @@ class StepLogging:
             merged["batch_size"] = sum(weights)
         reduce_fx = merged.get("reduce_fx", "mean")
         is_loss = [_is_the_loss(entry["value"], losses[microbatch]) for microbatch, entry in parts]
-        if all(is_loss) and reduce_fx in ("mean", torch.mean):
-            value = merge_losses([losses[microbatch] for microbatch, _ in parts], [loss_weights[i] for i, _ in parts])
+        if all(is_loss) and reduce_fx in ("mean", torch.mean) and any(loss_weights[i] for i, _ in parts):
+            counted = [i for i, _ in parts if loss_weights[i]]  # the others' need not even be numbers
+            value = merge_losses([losses[i] for i in counted], [loss_weights[i] for i in counted])
             assert value is not None
             merged["value"] = value if isinstance(values[0], Tensor) else value.item()
         else:
@@ -124,7 +125,9 @@ def _is_the_loss(value: Any, loss: Tensor | None) -> bool:
     if loss is None or not isinstance(value, (Tensor, float)):
         return False
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-    return value.numel() == 1 and float(value) == float(loss)
+    return value.numel() == 1 and torch.equal(
+        value.reshape(()).double().nan_to_num(), loss.reshape(()).double().nan_to_num()
+    )
 
 
 def _put_back(attributes: dict[str, Any], name: str, own: Any) -> None:

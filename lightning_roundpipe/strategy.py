@@ -315,6 +315,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
         logging = StepLogging(module, sizes if any(sizes) else weights, self._fresh_metrics)
         outputs: list[Any] = [None] * len(pieces)
+        losses: list[Tensor | None] = [None] * len(pieces)
         plugin = self.precision_plugin
         # The default dtype belongs to the whole process; autocast to each thread.
         process_wide = isinstance(plugin, (DoublePrecision, HalfPrecision))
@@ -324,7 +325,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
                     outputs[index] = output = module.training_step(piece, *rest, **kwargs)
-                return loss_in(output)
+                loss = loss_in(output)
+                losses[index] = None if loss is None else loss.detach()
+                # Without anything that counts (no token has a label) a mean is not a number, and the sums go on.
+                return loss if weights[index] else None
 
             return step
 
@@ -345,7 +349,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             if process_wide:  # the recompute must see the same default dtype
                 pipeline.wait_backward()
         if len(pieces) > 1:
-            logging.replay(self._batch.losses, weights)
+            logging.replay(losses, weights)
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
