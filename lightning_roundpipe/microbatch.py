@@ -192,11 +192,19 @@ def _role(node: Sequence[Any]) -> _Role:
     if len(kinds) > 1:
         return _Role.STRUCTURE if any(map(open_container, items)) else _Role.MIXED
     if kinds == {"sequence"}:
-        samples = len(set(lengths)) > 1 and any(len(set(map(_kind, item))) > 1 for item in items)
+        several = any(len(set(map(_kind, item))) > 1 for item in items)
+        samples = len(set(lengths)) > 1 and several and _have_same_fields(items)
         return _Role.COLUMN if samples else _Role.NESTED
     common = len({length for item in lengths for length in item}) == 1
     tensor_tuple = isinstance(node, tuple) and all(map(_is_cuttable, items))
     return _Role.DEPENDS if common or tensor_tuple else _Role.COLUMN
+
+
+def _have_same_fields(items: Sequence[Sequence[Any]]) -> bool:
+    """Whether sequences hold the same kinds of things at the same places, or None."""
+    if len(set(map(len, items))) > 1:
+        return False
+    return all(len({_kind(item) for item in field if item is not None}) < 2 for field in zip(*items, strict=True))
 
 
 def _is_column(node: Any, samples: int, beside_column: bool = False) -> bool:
