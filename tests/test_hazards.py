@@ -863,7 +863,7 @@ def test_equals_plain_autograd(what: str) -> None:
     start, plain, ours = (made(kind) for _ in range(3))
     plain_losses, plain_optimizer = train_plain(plain, batches)
     plain.on_train_end()
-    strategy = Watched(microbatches=MICROBATCHES)
+    strategy = Watched(microbatches=MICROBATCHES, split="step")
     trainer = fit(ours, batches, strategy, devices=DEVICES, precision="64-true")
 
     assert any(moved(start, plain).values()), "nothing was trained"

@@ -81,7 +81,7 @@ def count_masked(batch: dict[str, Tensor]) -> Tensor:
 def test_equals_the_whole_batch(kind: Callable[..., Lit], loss_weight: Any, m: int, devices: int) -> None:
     """Loss, logged loss, outputs and weights of plain Lightning on unsplit batches."""
     expected = seen_and_weights(kind, "auto", 1)
-    found = seen_and_weights(kind, RoundPipeStrategy(microbatches=m, loss_weight=loss_weight), devices)
+    found = seen_and_weights(kind, RoundPipeStrategy(microbatches=m, loss_weight=loss_weight, split="step"), devices)
     assert_alike(found[0], expected[0], 1e-11)
     assert_close(found[1], expected[1], 1e-11)
 
@@ -90,7 +90,9 @@ def test_equals_the_whole_batch(kind: Callable[..., Lit], loss_weight: Any, m: i
 def test_equals_the_whole_batch_with_the_model_s_own_loss(kind: Callable[..., Lit]) -> None:
     """Up to the rounding of single precision."""
     expected = seen_and_weights(kind, "auto", 1, exact=False)
-    found = seen_and_weights(kind, RoundPipeStrategy(microbatches=3, loss_weight="tokens"), 2, exact=False)
+    found = seen_and_weights(
+        kind, RoundPipeStrategy(microbatches=3, loss_weight="tokens", split="step"), 2, exact=False
+    )
     assert_alike(found, expected, 1e-5)
 
 
@@ -98,7 +100,7 @@ def test_equals_the_whole_batch_with_the_model_s_own_loss(kind: Callable[..., Li
 def test_the_weights_matter(kind: Callable[..., Lit]) -> None:
     """By samples, the loss of padded batches is another one."""
     expected = seen_and_weights(kind, "auto", 1, BATCHES[:2])
-    found = seen_and_weights(kind, RoundPipeStrategy(microbatches=2), 1, BATCHES[:2])
+    found = seen_and_weights(kind, RoundPipeStrategy(microbatches=2, split="step"), 1, BATCHES[:2])
     assert abs(found[0][0][0] - expected[0][0][0]) > 1e-3
 
 
@@ -118,7 +120,7 @@ class Summed(Lit):
 @pytest.mark.parametrize(("m", "devices"), WAYS)
 def test_sums(m: int, devices: int) -> None:
     results = []
-    for strategy, count in ((RoundPipeStrategy(microbatches=m, loss_weight="sum"), devices), ("auto", 1)):
+    for strategy, count in ((RoundPipeStrategy(microbatches=m, loss_weight="sum", split="step"), devices), ("auto", 1)):
         torch.manual_seed(3)
         model, sees = Summed().double(), Sees()
         batches = [torch.randn(n, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(n)) for n in (5, 8)]
@@ -130,7 +132,9 @@ def test_sums(m: int, devices: int) -> None:
 def test_a_batch_in_which_no_token_counts() -> None:
     """The loss is not a number, as on one device."""
     batches = [padded([0, 0, 0, 0], 1)]
-    seen, found = seen_and_weights(gpt2, RoundPipeStrategy(microbatches=2, loss_weight="tokens"), 2, batches)
+    seen, found = seen_and_weights(
+        gpt2, RoundPipeStrategy(microbatches=2, loss_weight="tokens", split="step"), 2, batches
+    )
     expected_seen, expected = seen_and_weights(gpt2, "auto", 1, batches)
     assert seen[0][0].isnan() and seen[0][1].isnan() and expected_seen[0][0].isnan()
     assert_alike(found, expected)
