@@ -19,9 +19,11 @@ does not say which of the two it is, so what it holds decides:
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from enum import Enum, auto
 from itertools import accumulate
 from numbers import Integral, Number, Real
@@ -36,11 +38,15 @@ from lightning_roundpipe.trees import child_names, flatten, open_container, tens
 
 LossWeight = Literal["samples", "tokens", "sum"] | Callable[[Any], float | Tensor]
 
+SplitMethod = Callable[[Any, int], Sequence[Any]]
+"""Cuts a batch into at most so many microbatches."""
+
 LABEL_FIELDS = ("labels", "label_ids", "targets", "target")
 IGNORED_LABEL = -100  # PyTorch's cross_entropy ignores it, transformers pads with it
 
 REMEDY = (
     "Use a batch layout of tensors with the samples in dim 0 or lists with one item per sample, "
+    "give the module or the data module a method `split(self, batch, microbatches)` that returns the microbatches, "
     'or keep the batch whole with RoundPipeStrategy(split="whole").'
 )
 
@@ -122,6 +128,47 @@ def split(batch: Any, sizes: Sequence[int]) -> list[Any]:
     return pieces
 
 
+def own_split(*owners: object) -> SplitMethod | None:
+    """Return the first owner's own method ``split(self, batch, microbatches)``, if one has it.
+
+    The names of its arguments tell it from other attributes that are called ``split``.
+    """
+    for owner in owners:
+        method = getattr(owner, "split", None)
+        if not callable(method):
+            continue
+        with suppress(ValueError, TypeError):  # built-in functions may have no signature
+            parameters = list(inspect.signature(method).parameters.values())
+            if [p.name for p in parameters[:2]] == ["batch", "microbatches"] and all(
+                p.default is not p.empty for p in parameters[2:]
+            ):
+                return method
+    return None
+
+
+def split_by(method: SplitMethod, batch: Any, microbatches: int) -> tuple[list[Any], list[int]]:
+    """Split `batch` by the user's own method.
+
+    Returns:
+        The microbatches, and how many samples each has. Where that cannot be told (their first dimensions do not add
+        up to the batch's), all sizes are 0.
+
+    Raises:
+        ValueError: `method` returned no list, an empty one, or more than `microbatches`.
+    """
+    name = getattr(method, "__qualname__", "split")
+    pieces = method(batch, microbatches)
+    if not isinstance(pieces, (list, tuple)) or not 1 <= len(pieces) <= microbatches:
+        what = f"{len(pieces)} of them" if isinstance(pieces, (list, tuple)) else type(pieces).__name__
+        raise ValueError(f"{name} must return a list of 1 to {microbatches} microbatches, it returned {what}.")
+    try:
+        sizes = [batch_size(piece) for piece in pieces]
+        told = len(pieces) == 1 or sum(sizes) == batch_size(batch)
+    except UnsplittableBatchError:
+        told = False
+    return list(pieces), sizes if told else [0] * len(pieces)
+
+
 class _Role(Enum):
     """What a list or tuple is: see the top of this file."""
 
@@ -145,11 +192,19 @@ def _role(node: Sequence[Any]) -> _Role:
     if len(kinds) > 1:
         return _Role.STRUCTURE if any(map(open_container, items)) else _Role.MIXED
     if kinds == {"sequence"}:
-        samples = len(set(lengths)) > 1 and any(len(set(map(_kind, item))) > 1 for item in items)
+        several = any(len(set(map(_kind, item))) > 1 for item in items)
+        samples = len(set(lengths)) > 1 and several and _have_same_fields(items)
         return _Role.COLUMN if samples else _Role.NESTED
     common = len({length for item in lengths for length in item}) == 1
     tensor_tuple = isinstance(node, tuple) and all(map(_is_cuttable, items))
     return _Role.DEPENDS if common or tensor_tuple else _Role.COLUMN
+
+
+def _have_same_fields(items: Sequence[Sequence[Any]]) -> bool:
+    """Whether sequences hold the same kinds of things at the same places, or None."""
+    if len(set(map(len, items))) > 1:
+        return False
+    return all(len({_kind(item) for item in field if item is not None}) < 2 for field in zip(*items, strict=True))
 
 
 def _is_column(node: Any, samples: int, beside_column: bool = False) -> bool:
@@ -302,15 +357,16 @@ def loss_weights(pieces: Sequence[Any], sizes: Sequence[int], loss_weight: LossW
       label of each row is left out: it has no position that could predict it in a causal language model.
     - a function: its share of ``loss_weight(microbatch)``, a finite number (or tensor of one) of at least zero.
 
-    Shares of nothing (no label counts at all) are shares of the samples.
+    Shares of nothing (no label counts at all) are shares of the samples. `sizes` of zeros: not known.
 
     Raises:
-        ValueError: no labels field for ``"tokens"``; a negative or infinite count; an unknown `loss_weight`.
+        ValueError: shares of samples are asked for and not known; no labels field for ``"tokens"``; a negative or
+            infinite count; an unknown `loss_weight`.
     """
     if loss_weight == "sum":
         return [1.0] * len(sizes)
     if loss_weight == "samples":
-        return _shares(sizes)
+        return _sample_shares(sizes)
     if loss_weight == "tokens":
         counts = [_count_labels(piece) for piece in pieces]
     elif callable(loss_weight):
@@ -320,7 +376,17 @@ def loss_weights(pieces: Sequence[Any], sizes: Sequence[int], loss_weight: LossW
                 raise ValueError(f"loss_weight gave {count} for microbatch {index}: it must be finite and at least 0")
     else:
         raise ValueError(f'loss_weight must be "samples", "tokens", "sum" or a function, got {loss_weight!r}')
-    return _shares(counts if sum(counts) > 0 else sizes)
+    return _shares(counts) if sum(counts) > 0 else _sample_shares(sizes)
+
+
+def _sample_shares(sizes: Sequence[int]) -> list[float]:
+    if not any(sizes):
+        raise ValueError(
+            "The first dimensions of the microbatches that `split` returned do not add up to the batch's, so they do"
+            ' not tell how many samples each has. Say how their losses count: RoundPipeStrategy(loss_weight="tokens"),'
+            ' "sum", or a function of the microbatch.'
+        )
+    return _shares(sizes)
 
 
 def _shares(counts: Sequence[float]) -> list[float]:
@@ -465,6 +531,7 @@ def _merge_scalars(parts: list[_Part]) -> Any:
 
 
 def _mean(parts: list[_Part]) -> Any:
+    parts = [part for part in parts if part.weight] or parts  # what does not count need not be a number
     weights = [part.weight for part in parts]
     shares = _shares(weights if sum(weights) > 0 else [part.size for part in parts])
     values = [part.value for part in parts]

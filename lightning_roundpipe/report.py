@@ -1,10 +1,11 @@
 """What the pipeline did, as data and as tables."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rich.console import Group
 from rich.table import Table
 
+from lightning_roundpipe.devices import Traffic
 from lightning_roundpipe.pipeline.runtime import Pipeline
 
 
@@ -39,11 +40,13 @@ class DeviceRow:
         name: Its name, as in errors.
         busy_seconds: How long it was busy with layers.
         actions: How many layer calls it ran, forward and backward.
+        traffic: The bytes moved for them.
     """
 
     name: str
     busy_seconds: float
     actions: int
+    traffic: Traffic
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +89,17 @@ class PipelineReport:
                 f"{row.forward_ms:.2f}",
                 f"{row.backward_ms:.2f}",
             )
-        devices = Table(title=f"Devices ({self.batches} batches, {self.training_seconds:.1f} s of training)")
+        devices = Table(
+            title=f"Devices ({self.batches} batches, {self.training_seconds:.1f} s of training)",
+            caption="up: parameters and activations to the device, down: gradients and activations",
+        )
         devices.add_column("device")
-        for title in ("busy s", "busy %", "layer calls"):
+        for title in ("busy s", "busy %", "layer calls", "MB up", "MB down"):
             devices.add_column(title, justify="right")
         for device in self.devices:
             share = 100 * device.busy_seconds / self.training_seconds if self.training_seconds else 0.0
-            devices.add_row(device.name, f"{device.busy_seconds:.2f}", f"{share:.1f}", f"{device.actions:,}")
+            moved = [f"{count / 1e6:,.1f}" for count in (device.traffic.up, device.traffic.down)]
+            devices.add_row(device.name, f"{device.busy_seconds:.2f}", f"{share:.1f}", f"{device.actions:,}", *moved)
         return Group(layers, devices)
 
 
@@ -114,7 +121,7 @@ def make_report(pipeline: Pipeline, wall_seconds: float, training_seconds: float
             )
         )
     devices = [
-        DeviceRow(device.name, use.busy_seconds, use.calls)
+        DeviceRow(device.name, use.busy_seconds, use.calls, replace(device.traffic))
         for device, use in zip(pipeline.devices, pipeline.use, strict=True)
     ]
     return PipelineReport(rows, devices, pipeline.last_microbatches, pipeline.batches, wall_seconds, training_seconds)

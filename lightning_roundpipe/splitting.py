@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
-from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights, split
+from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState
@@ -31,6 +31,9 @@ from lightning_roundpipe.trees import map_tree
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 2e-2  # half precision
+
+Cut = Callable[[Any], tuple[list[Any], list[int]]]
+"""Cuts a batch: the microbatches, and how many samples each has."""
 
 LossOf = Callable[[Any], Tensor | None]
 """The loss of the user's step for a batch, without side effects on the trainer."""
@@ -50,15 +53,13 @@ class Evidence:
         return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
 
 
-def gather_evidence(
-    module: nn.Module, batch: Any, sizes: Sequence[int], loss_of: LossOf, wanted: LossWeight
-) -> Evidence | None:
+def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wanted: LossWeight) -> Evidence | None:
     """Compares the whole batch's loss with its microbatches'.
 
     Args:
         module: The user's module; left as it was.
         batch: The first batch; left as it was.
-        sizes: Samples per microbatch.
+        cut: How batches are split.
         loss_of: The user's step.
         wanted: The weighting that was asked for; it is tried first.
 
@@ -66,22 +67,23 @@ def gather_evidence(
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
     candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
-    evidence = _compare(module, batch, sizes, loss_of, candidates)
+    evidence = _compare(module, batch, cut, loss_of, candidates)
     masked = _with_labels_masked(batch)
     if evidence is None or masked is None or len(evidence.fits) < 2:
         return evidence
     try:  # tells means over tokens from means over samples, although no label may be ignored yet
-        closer = _compare(module, masked, sizes, loss_of, {name: candidates[name] for name in evidence.fits})
+        closer = _compare(module, masked, cut, loss_of, {name: candidates[name] for name in evidence.fits})
     except Exception:  # a step that knows no ignored labels
         return evidence
     return evidence if closer is None else Evidence(evidence.whole, evidence.parts, closer.fits)
 
 
 def _compare(
-    module: nn.Module, batch: Any, sizes: Sequence[int], loss_of: LossOf, candidates: dict[str, LossWeight]
+    module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, candidates: dict[str, LossWeight]
 ) -> Evidence | None:
     whole = _loss(module, batch, loss_of)
-    pieces = split(batch, list(sizes))
+    with undone(module):
+        pieces, sizes = cut(batch)
     losses = [_loss(module, piece, loss_of) for piece in pieces]
     if whole is None or any(loss is None or not loss.isfinite() for loss in (whole, *losses)):
         return None
@@ -90,8 +92,8 @@ def _compare(
     fits = []
     for name, weight in candidates.items():
         try:
-            weights = loss_weights(pieces, list(sizes), weight)
-        except ValueError:  # no labels to count
+            weights = loss_weights(pieces, sizes, weight)
+        except ValueError:  # no labels or samples to count
             continue
         terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
         parts[name] = sum(terms)

@@ -23,7 +23,7 @@ class StepLogging:
 
     Args:
         module: The user's module.
-        sizes: Number of samples in each microbatch.
+        sizes: Number of samples in each microbatch, or any weights in place of them.
         fresh_metrics: Clones of the metrics, by id, kept from batch to batch.
         before_sync: Called before a metric talks to other processes, if there are any.
     """
@@ -31,7 +31,7 @@ class StepLogging:
     def __init__(
         self,
         module: pl.LightningModule,
-        sizes: Sequence[int],
+        sizes: Sequence[float],
         fresh_metrics: dict[int, Metric],
         before_sync: Callable[[], None],
     ) -> None:
@@ -116,8 +116,9 @@ class StepLogging:
             merged["batch_size"] = sum(weights)
         reduce_fx = merged.get("reduce_fx", "mean")
         is_loss = [_is_the_loss(entry["value"], losses[microbatch]) for microbatch, entry in parts]
-        if all(is_loss) and reduce_fx in ("mean", torch.mean):
-            value = merge_losses([losses[microbatch] for microbatch, _ in parts], [loss_weights[i] for i, _ in parts])
+        if all(is_loss) and reduce_fx in ("mean", torch.mean) and any(loss_weights[i] for i, _ in parts):
+            counted = [i for i, _ in parts if loss_weights[i]]  # the others' need not even be numbers
+            value = merge_losses([losses[i] for i in counted], [loss_weights[i] for i in counted])
             assert value is not None
             merged["value"] = value if isinstance(values[0], Tensor) else value.item()
         else:
@@ -145,7 +146,9 @@ def _is_the_loss(value: Any, loss: Tensor | None) -> bool:
     if loss is None or not isinstance(value, (Tensor, float)):
         return False
     value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-    return value.numel() == 1 and float(value) == float(loss)
+    return value.numel() == 1 and torch.equal(
+        value.reshape(()).double().nan_to_num(), loss.reshape(()).double().nan_to_num()
+    )
 
 
 def put_back(attributes: dict[str, Any], name: str, own: Any) -> None:
@@ -156,7 +159,7 @@ def put_back(attributes: dict[str, Any], name: str, own: Any) -> None:
         attributes[name] = own
 
 
-def _reduce(values: Sequence[Any], weights: Sequence[int], reduce_fx: Any) -> Any:
+def _reduce(values: Sequence[Any], weights: Sequence[float], reduce_fx: Any) -> Any:
     """One value of several microbatches' values. Numbers stay Python numbers where all are equal."""
     if len(values) == 1:
         return values[0]

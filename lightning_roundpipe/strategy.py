@@ -38,7 +38,15 @@ from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, make_report
-from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
+from lightning_roundpipe.splitting import (
+    Evidence,
+    LossOf,
+    count_labels,
+    find_split_calls,
+    gather_evidence,
+    undone,
+    weight_name,
+)
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
@@ -127,6 +135,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
         self._batch: Batch | None = None
+        self._own_split: mb.SplitMethod | None = None
+        """The user's own way to cut a batch: ``split`` of the module or the data module."""
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
         self._settled = False
@@ -260,6 +270,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
         )
         self._worker.skip_to(pipeline.store.enqueued)
         self._restored = self._last_state = None
+        self._own_split = mb.own_split(module, getattr(trainer, "datamodule", None))
+        if self._own_split is not None:
+            name = getattr(self._own_split, "__qualname__", "split")
+            rank_zero_info(f"roundpipe: batches are split into microbatches by {name}.")
         self._fresh_metrics = {}
         self._communicates = False
         self._gradients_unused = False
@@ -358,14 +372,14 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if self._decided is None and self.split != "whole" and self._wanted() > 1:
             with recording_nothing(trainer.profiler):  # type: ignore[attr-defined]
                 self._decide(pipeline, batch, lambda part: loss_in(training_step(part, *rest, **kwargs)))
-        sizes = self._sizes(batch)
-        pieces = mb.split(batch, sizes)
+        pieces, sizes = self._split(batch)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
-        logging = StepLogging(module, sizes, self._fresh_metrics, self.before_collective)
+        logging = StepLogging(module, sizes if any(sizes) else weights, self._fresh_metrics, self.before_collective)
         splits_calls = self._decided is not None and self._decided[0] == "model"
         profiling = StepProfiling(trainer.profiler, pipeline.interleaves(), pipeline.run_serially)  # type: ignore[attr-defined]
         outputs: list[Any] = [None] * len(pieces)
+        losses: list[Tensor | None] = [None] * len(pieces)
         plugin = self.precision_plugin
         # The default dtype belongs to the whole process; autocast to each thread.
         process_wide = isinstance(plugin, (DoublePrecision, HalfPrecision))
@@ -375,7 +389,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
                     outputs[index] = output = training_step(piece, *rest, **kwargs)
-                return loss_in(output)
+                loss = loss_in(output)
+                losses[index] = None if loss is None else loss.detach()
+                # Without anything that counts (no token has a label) a mean is not a number, and the sums go on.
+                return loss if weights[index] else None
 
             return step
 
@@ -397,7 +414,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             if process_wide or (self._communicates and not self._batch.deferred):
                 pipeline.wait_backward()  # the recompute must see the same default dtype
         if len(pieces) > 1:
-            logging.replay(self._batch.losses, weights)
+            logging.replay(losses, weights)
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
@@ -423,25 +440,34 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _wanted(self) -> int:
         return self.microbatches or self._device_count() + 1
 
-    def _sizes(self, batch: Any) -> list[int]:
-        """Samples of each microbatch that runs the step. Until the first batch has decided, the batch stays whole."""
-        way = self._decided[0] if self._decided is not None else self.split
-        return self._sizes_of_parts(batch) if way == "step" else [1]
+    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches that run the step, and how many samples each has (zeros where that cannot be told).
 
-    def _sizes_of_parts(self, batch: Any) -> list[int]:
+        Until the first batch has decided, the batch stays whole.
+        """
+        way = self._decided[0] if self._decided is not None else self.split
+        return self._cut(batch) if way == "step" else ([batch], [1])
+
+    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
         if self._wanted() == 1:
-            return [1]
+            return [batch], [1]
+        if self._own_split is not None:
+            return mb.split_by(self._own_split, batch, self._wanted())
         try:
-            return mb.split_sizes(mb.batch_size(batch), self._wanted())
+            sizes = mb.split_sizes(mb.batch_size(batch), self._wanted())
         except mb.UnsplittableBatchError:
             if self.split == "step":
                 raise
-            return [1]
+            return [batch], [1]
+        return mb.split(batch, sizes), sizes
 
     def _decide(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
         """How the batches of this fit are split, by the evidence of the first one."""
         module = self.lightning_module
         assert module is not None
+        if self.split != "model" and self._own_split is not None:
+            with undone(module):
+                self._cut(batch)  # what it raises is for the user to see
 
         def loss_of(part: Any) -> Tensor | None:
             module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
@@ -453,9 +479,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
         why = "because that was asked for"
         try:
             if self.split != "model":
-                sizes = self._sizes_of_parts(batch)
-                if len(sizes) > 1:
-                    evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+                with undone(module):
+                    parts = len(self._cut(batch)[0])
+                if parts > 1:
+                    evidence = gather_evidence(module, batch, self._cut, loss_of, self.loss_weight)
                     if evidence is None:
                         return  # a later batch will tell
                     if self.split == "step":
@@ -466,7 +493,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                         self._decide_for_step(evidence)
                         return
                     why = f"because the loss couples samples: {evidence.describe()}"
-                elif mb.can_be_split(batch):
+                elif self._own_split is not None or mb.can_be_split(batch):
                     return  # a single sample
                 else:
                     why = "because the batch has no dimension of samples that all of it shares"
@@ -725,6 +752,11 @@ class _BatchLoss(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
         if ctx.batch is None:
             raise RuntimeError("The pipeline's backward of a batch can run only once.")
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "loss.backward(create_graph=True) asks for second derivatives, which are not supported through layers"
+                " of the pipeline. Train with strategy='auto'."
+            )
         strategy, batch = ctx.strategy, ctx.batch
         ctx.strategy = ctx.batch = None
         strategy.loss_backward(batch, gradient, ctx.scale)

@@ -145,12 +145,10 @@ class _Strategy(RoundPipeStrategy):
 
     def pieces(self, batch: Any) -> tuple[list[Any], list[int], list[float]]:
         """The microbatches that ``training_step`` sees, their sizes and weights."""
-        split, weight = self.way
-        sizes = self._sizes(batch) if split == "step" else [1]
-        if len(sizes) == 1:
+        pieces, sizes = self._split(batch)
+        if len(pieces) == 1:
             return [batch], [1], [1.0]
-        pieces = mb.split(batch, sizes)
-        return pieces, sizes, mb.loss_weights(pieces, sizes, weight)
+        return pieces, sizes, mb.loss_weights(pieces, sizes, self.way[1])
 
 
 @dataclass(frozen=True, slots=True)

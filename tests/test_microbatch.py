@@ -273,6 +273,16 @@ def test_detection_batches(samples: int) -> None:
     assert second["targets"] == list(batch[1][-1:])
 
 
+def test_nested_lists_of_fields_are_no_samples() -> None:
+    """Samples are alike; fields of different kinds, of which some hold no tensors, are not."""
+    x, words = torch.arange(8.0).view(4, 2), ["a", "b", "c", "d"]
+    batch = [[x, [x + 1]], [[words]]]
+    assert batch_size(batch) == 4
+    first, second = split(batch, [3, 1])
+    assert torch.equal(first[0][1][0], x[:3] + 1) and torch.equal(second[0][0], x[3:])
+    assert first[1] == [[words[:3]]] and second[1] == [[words[3:]]]
+
+
 def test_lists_of_samples_that_are_tuples_are_columns() -> None:
     pairs = [(rows(5), rows(6)), (rows(7), rows(7)), (rows(5), rows(9))]
     mixed = [(rows(5), 0), (rows(7), 1), (rows(3), 0)]

@@ -3,9 +3,34 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(slots=True)
+class Traffic:
+    """Bytes moved between host memory and a device. On a virtual device nothing is copied: what would have been.
+
+    A stage's parameters come up, and its gradients come down, once for all microbatches. A call's inputs come down to
+    be kept for the recompute, and up again for it; those of a stage's first call come from another device, by the host.
+    """
+
+    parameters_up: int = 0
+    activations_up: int = 0
+    gradients_down: int = 0
+    activations_down: int = 0
+
+    @property
+    def up(self) -> int:
+        """Host to device."""
+        return self.parameters_up + self.activations_up
+
+    @property
+    def down(self) -> int:
+        """Device to host."""
+        return self.gradients_down + self.activations_down
 
 
 class Device(ABC):
@@ -18,6 +43,9 @@ class Device(ABC):
     torch_device: torch.device
     shares_host_generator: bool
     """Whether layers draw from the process's own generator here, which user code draws from, too."""
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
     @abstractmethod
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -17,6 +17,7 @@ class CpuDevice(Device):
     shares_host_generator = True
 
     def __init__(self, index: int, threads: int) -> None:
+        super().__init__()
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
         self._threads = threads

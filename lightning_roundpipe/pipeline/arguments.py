@@ -156,7 +156,8 @@ def _contents(item: Any) -> tuple[list[Any] | None, list[Any]] | None:
 
 def _is_written_in_python(kind: type) -> bool:
     """Whether its objects hold nothing but attributes. A deque or an array holds more, and is made in its own way."""
-    return all(base is object or base.__flags__ & _MADE_BY_CLASS_STATEMENT for base in kind.__mro__)
+    plain = (object, types.SimpleNamespace)
+    return all(base in plain or base.__flags__ & _MADE_BY_CLASS_STATEMENT for base in kind.__mro__)
 
 
 _known_slots: dict[type, tuple[str, ...]] = {}
@@ -250,6 +251,8 @@ def _empty_like(original: Any) -> Any:
         return new
     if isinstance(original, Mapping):
         return {}
+    if isinstance(original, types.SimpleNamespace):
+        return type(original)()
     return object.__new__(type(original))
 
 

@@ -123,6 +123,8 @@ class Batch:
         """Attributes that each microbatch has for itself, as they were before the batch."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
+        self.moved: set[tuple[int, int, str, int]] = set()
+        """Layers' parameters and gradients that have travelled; see :mod:`traffic`."""
         self._forwards_left = self.microbatches
         self._threads_left = self.microbatches
         self._changed = monitor.condition()

@@ -121,7 +121,8 @@ class Layer:
 
     def is_current(self) -> bool:
         """Whether the module still consists of the same modules and parameters."""
-        if len(self.modules) != sum(1 for _ in self.module.modules()):
+        now = list(self.module.modules())
+        if len(self.modules) != len(now) or not all(map(operator.is_, self.modules, now)):
             return False
         return self.has_own_parameters() and sum(len(module._parameters) for module in self.modules) == len(
             self.parameter_slots
@@ -307,6 +308,7 @@ class Replica:
             }
             for module in layer.modules
         ]
+        self._submodules_at_first = [dict(children) for children in self._submodules]
         self._masters: dict[int, Any] = {}
         self._original: list[dict[str, Any]] = []
         self._code: CompiledKind | None = None
@@ -381,6 +383,20 @@ class Replica:
         if self._code is not None:
             return self._code.run(self.shells[0], args, kwargs)
         return self.shells[0].forward(*args, **kwargs)
+
+    def has_changed_structure(self) -> bool:
+        """Whether the call has added, removed or replaced modules or parameters, as far as it can be seen."""
+        parameters = sum(len(shell.__dict__["_parameters"]) for shell in self.shells)
+        return (
+            parameters != len(self.layer.parameter_slots)
+            or any(
+                id(parameter) not in self._masters
+                for shell in self.shells
+                for parameter in shell.__dict__["_parameters"].values()
+                if parameter is not None
+            )
+            or not all(map(same_items, self._submodules, self._submodules_at_first))
+        )
 
     def attribute_changes(self) -> list[tuple[int, str, Any]]:
         """What the call set on the modules: (module index, attribute, value)."""

@@ -38,6 +38,7 @@ from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics, 
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
 from lightning_roundpipe.pipeline.threads import WorkThread
+from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
 from lightning_roundpipe.schedules import Action, roundpipe
@@ -160,10 +161,9 @@ class Pipeline(CallOwner):
             BaseException: Whatever was raised in a microbatch, with a note that says where.
         """
         self.check()
-        if not all(layer.is_current() for layer in self.layers):
+        if replaced := self._replaced():
             raise RuntimeError(
-                "The model's modules or parameters were replaced during training:"
-                f" {', '.join(layer.name for layer in self.layers if not layer.is_current())}."
+                f"The model's modules or parameters were replaced during training: {', '.join(replaced)}."
                 " Change them before fit, or call fit again after the change."
             )
         self.store.refresh(values=values_changed)
@@ -219,6 +219,16 @@ class Pipeline(CallOwner):
     def _provide_threads(self, count: int) -> None:
         while len(self._threads) < count:
             self._threads.append(WorkThread(f"roundpipe-{len(self._threads)}"))
+
+    def _replaced(self) -> list[str]:
+        """The layers that are not what they were when the pipeline was built, and parameters that are new or gone."""
+        found = [layer.name for layer in self.layers if not layer.is_current()]
+        now = dict(self.root.named_parameters())
+        known = {id(parameter) for parameter in self.store.parameters()}
+        if found or {id(parameter) for parameter in now.values()} == known:
+            return found
+        new = [name for name, parameter in now.items() if id(parameter) not in known]
+        return new or [self.store.name(p) for p in self.store.parameters() if all(p is not q for q in now.values())]
 
     def until(self, wait: Callable[[], None]) -> None:
         """Waits; raises what failed, and takes an interrupt of the wait for a failure of the pipeline."""
@@ -602,6 +612,7 @@ class Pipeline(CallOwner):
         microbatch.sequence.append(layer.index)
         self._release_baton(microbatch)
         with handling_no_calls(), _without(mode):
+            stage = microbatch.stage
             self.turns.enter_forward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
@@ -616,6 +627,7 @@ class Pipeline(CallOwner):
                 run_mode = Mode.KEEP
             else:
                 run_mode = Mode.DROP
+            count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             run = self._run_call(microbatch, call, device, run_mode, number)
             place = self.baton.request()
             self.turns.leave_forward(microbatch, call)
@@ -685,6 +697,7 @@ class Pipeline(CallOwner):
             self.turns.enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
+            count_backward(device, microbatch, call)
             alone = call.layer.traits.compiles or (call.random_state is not None and device.shares_host_generator)
             if alone and call.kept is None:
                 self._take_baton(microbatch)
@@ -705,6 +718,7 @@ class Pipeline(CallOwner):
                     lambda: call.backward(device, gradients, parameters=parameters),
                 )
                 self._end_compiling(microbatch)
+            count_gradients(device, microbatch, found)
             for parameter, gradient in found:
                 batch.gradients.add(microbatch.index, parameter, gradient)
             self._count_down(microbatch, call)

@@ -4,9 +4,11 @@ A call is one node of the caller's autograd graph. So autograd itself orders the
 of the calls, with skip connections, shared layers, hooks and several backward passes, exactly as it would without us.
 """
 
+import contextvars
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,6 +116,7 @@ class Call:
         self.parameters = parameters
         self.record = record
         self.autocast = AutocastState()
+        self.context = contextvars.copy_context()
         self.seed: int | None = None
         self.random_state: RandomState | None = None
         self.merge_norm_statistics = False
@@ -168,7 +171,7 @@ class Call:
         try:
             with watch or nullcontext():
                 run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
-            self._check_own_parameters()
+            self._check_structure(replica)
         except BaseException:
             layer.give_back(replica)
             raise
@@ -256,8 +259,18 @@ class Call:
             )
         self._aliases = []
 
-    def _check_own_parameters(self) -> None:
-        """A layer that gives its parameters another type would give it to our stand-ins only."""
+    @property
+    def saved_inputs(self) -> list[Any]:
+        """The arguments' leaves as they are kept for the recompute."""
+        return self._saved
+
+    def _check_structure(self, replica: Replica) -> None:
+        """A layer that changes its modules or parameters would change the replica's only."""
+        if replica.has_changed_structure():
+            raise RecomputeError(
+                f"{self.label}: the layer adds, removes or replaces modules or parameters of its own in its forward. Do"
+                " it before fit, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+            )
         for master, leaf, (dtype, shape) in zip(
             self.layer.parameters, self.parameters, self._parameter_kinds, strict=True
         ):
@@ -368,6 +381,12 @@ class Call:
             try:
                 found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
             except RuntimeError as error:
+                if "use_reentrant" in str(error):
+                    raise RecomputeError(
+                        f"{self.label}: the layer uses torch.utils.checkpoint with use_reentrant=True, which knows no"
+                        " gradients of chosen tensors. Set use_reentrant=False, or leave the checkpoint out: the"
+                        " pipeline recomputes the layer anyway."
+                    ) from error
                 if "modified by an inplace operation" in str(error):
                     error.add_note(
                         f"{self.label}: an argument or output of this call, or a tensor inside the layer, is needed for"
@@ -395,7 +414,8 @@ class Call:
         if self._half is not None:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
         self._replica = layer.borrow()
-        run = self._execute(self._replica, device, self._saved, buffers, Mode.KEEP, first=False)
+        execute = partial(self._execute, self._replica, device, self._saved, buffers, Mode.KEEP, first=False)
+        run = self.context.run(execute)  # the caller's context variables may have other values by now
         self._saved = []
         self._buffers = None
         self._copies = {}
@@ -421,7 +441,7 @@ class Call:
                 nn.Parameter(p.detach().to(self._half[i]), requires_grad=p.requires_grad) if i in self._half else p
                 for i, p in enumerate(full)
             ]
-            run = self._execute(replica, device, leaves, scratch, Mode.DROP, first=False)
+            run = self.context.run(partial(self._execute, replica, device, leaves, scratch, Mode.DROP, first=False))
         finally:
             self.parameters, self._copies = full, copies
             self.layer.give_back(replica)

@@ -118,6 +118,36 @@ def test_frozen_weights_cost_nothing(kind: str, only_trainable: bool) -> None:
     }
 
 
+class Traffics(L.Callback):
+    """Notes after each batch what all devices together have moved so far, and the stages of its layers."""
+
+    def __init__(self) -> None:
+        self.moved: list[tuple[int, int]] = []
+        self.stages: list[dict[str, int]] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        assert isinstance(trainer.strategy, RoundPipeStrategy)
+        report = trainer.strategy.report()
+        traffics = [row.traffic for row in report.devices]
+        self.moved.append((sum(t.gradients_down for t in traffics), sum(t.parameters_up for t in traffics)))
+        self.stages.append({row.name: len(row.backward_stage) for row in report.layers})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_gradients_of_adapters_come_down(kind: str) -> None:
+    """Once a stage, for all microbatches together; the frozen weights go up, and nothing of them comes back."""
+    ours, traffics = adapted(kind), Traffics()
+    fit_pipeline(ours, BATCHES, MICROBATCHES, DEVICES, run={"precision": "64-true", "callbacks": [traffics]})
+    adapters = sum(p.nbytes for p in trained(ours).values())
+    weights = adapters + sum(p.nbytes for p in frozen(ours).values())
+    assert adapters < weights / 2
+    assert all(count == 1 for stages in traffics.stages for count in stages.values())
+    for (down, up), (down_after, up_after) in zip(traffics.moved, traffics.moved[1:], strict=False):
+        assert down_after - down == adapters
+        assert weights <= up_after - up <= 2 * weights
+    assert traffics.moved[0][0] == MICROBATCHES * adapters  # one after the other: each of them brings its own
+
+
 def test_a_checkpoint_of_adapters_loads_with_peft() -> None:
     """The module is as it was: peft saves what was trained, and a fresh model with it computes the same."""
     import peft

@@ -1,0 +1,73 @@
+"""What a batch moves between host memory and devices, in bytes.
+
+A stage's parameters are uploaded, and its gradients downloaded, once for all microbatches: what has been moved already
+is noted with the batch. While microbatches run one after the other, each of them is a stage of its own.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.pipeline.batch import Microbatch
+from lightning_roundpipe.pipeline.tape import Call, Mode
+
+
+def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str, *, enters: bool) -> None:
+    """Before a call's first run: its parameters, and its inputs if they are kept, or if a stage begins with them.
+
+    Args:
+        device: Where it runs.
+        microbatch: The call's microbatch, at the stage that it has come to.
+        call: The call.
+        mode: How it runs.
+        enters: Whether it is the microbatch's first call in a stage.
+    """
+    traffic = device.traffic
+    if _first(microbatch, ("up", call.layer.index)):
+        traffic.parameters_up += nbytes(call.parameters)
+    if enters or mode == Mode.DROP:
+        inputs = nbytes(call.arguments.leaves)
+        traffic.activations_up += inputs if enters else 0
+        traffic.activations_down += inputs
+
+
+def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
+    """Before a call's backward: a recompute takes its parameters and its inputs up."""
+    if call.kept is not None:
+        return
+    if _first(microbatch, ("up", call.layer.index)):
+        device.traffic.parameters_up += nbytes(call.parameters)
+    device.traffic.activations_up += nbytes(call.saved_inputs)
+
+
+def count_gradients(device: Device, microbatch: Microbatch, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """After a call's backward: its (parameter, gradient) pairs, summed on the device in the parameters' precision."""
+    for parameter, gradient in found:
+        if _first(microbatch, ("down", id(parameter))):
+            dense = gradient.layout == torch.strided
+            device.traffic.gradients_down += nbytes([parameter if dense else gradient])
+
+
+def nbytes(leaves: Iterable[Any]) -> int:
+    """Bytes of the tensors among some values."""
+    return sum(_size(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _size(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:
+        return tensor._values().nbytes + tensor._indices().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+def _first(microbatch: Microbatch, what: tuple[str, int]) -> bool:
+    """Whether this has not been moved yet in the microbatch's present stage."""
+    batch = microbatch.batch
+    place = (microbatch.index, int(microbatch.in_backward)) if batch.serial else (-1, microbatch.stage)
+    key = (*place, *what)
+    if key in batch.moved:
+        return False
+    batch.moved.add(key)
+    return True
