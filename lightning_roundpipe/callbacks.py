@@ -40,7 +40,7 @@ def hooks_that_look(trainer: "pl.Trainer") -> list[str]:
             for hook in _HOOKS_BETWEEN_BATCHES
             if getattr(callback, hook).__module__ not in _HARMLESS_MODULES
         ]
-        # It ends with an epoch without backward, in which Lightning steps once more with the gradients of the last batch.
+        # Its last epoch has no backward, but Lightning steps in it once more, with the gradients of the last batch.
         if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
             found.append(f"{type(callback).__name__} with BatchNorm")
     return found
