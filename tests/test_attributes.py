@@ -6,6 +6,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,19 @@ class UpdatesAnObject(Keeps):
 
     def state(self) -> Any:
         return vars(self.meter)
+
+
+@of_layers
+class CountsInANamespace(UpdatesAnObject):
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = SimpleNamespace(sum=0.0)
+
+    def keep(self, x: Tensor) -> None:
+        self.meter.sum += x.mean().item()
+
+    def factor(self) -> float:
+        return 1 + 0.01 * self.meter.sum
 
 
 @of_layers
@@ -686,6 +700,69 @@ class Global(Noisy):
         return GENERATOR.random()
 
 
+def noise() -> float:
+    return GENERATOR.random()
+
+
+@case
+class GlobalByAFunction(Global):
+    def draw(self) -> float:
+        return noise()
+
+
+@case
+class InAClosure(Noisy):
+    def __init__(self) -> None:
+        super().__init__()
+        generator = random.Random(3)
+        type(self).draw = lambda self: generator.random()
+
+    @staticmethod
+    def make() -> None:
+        pass
+
+
+STATE = {"steps": 0}
+
+
+@case
+class CountsInAGlobal(Noisy):
+    @staticmethod
+    def make() -> None:
+        STATE["steps"] = 0
+
+    def draw(self) -> float:
+        STATE["steps"] += 1
+        return 0.01 * STATE["steps"]
+
+
+@of_layers
+class DrawsFromItsOwn(Keeps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(3), np.random.default_rng(3)]
+        self.generator = random.Random(3)
+
+    def keep(self, x: Tensor) -> None:
+        self.noise = float(torch.rand((), generator=self.generators[0])) + float(self.generators[1].random())
+
+    def factor(self) -> float:
+        return 1 + self.noise + self.generator.random()
+
+    def state(self) -> Any:
+        return self.generator.random()
+
+
+@case
+class OneGeneratorForAllLayers(OfLayers):
+    layer = DrawsFromItsOwn
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.net:
+            layer.generators, layer.generator = self.net[0].generators, self.net[0].generator
+
+
 @case
 class AtOnePlace(OfPython):
     parallel = True
@@ -902,6 +979,15 @@ def serial_reasons(kind: type[Habit], monkeypatch: pytest.MonkeyPatch) -> list[s
 )
 def test_not_serial(kind: type[Habit], monkeypatch: pytest.MonkeyPatch) -> None:
     assert serial_reasons(kind, monkeypatch) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", [kind for kind in CASES if getattr(kind, "parallel", False)], ids=lambda kind: kind.__name__
+)
+def test_no_delay_changes_a_number(kind: type[Habit]) -> None:
+    for m, devices in [(2, 2), (3, 3), (6, 3)] * 10:
+        assert_equal(trained(kind, m, devices), expected(kind, m))
 
 
 @pytest.mark.parametrize(

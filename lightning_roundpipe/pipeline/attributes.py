@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.replica import Layer, same_items
-from lightning_roundpipe.pipeline.rng import generators_of
 from lightning_roundpipe.pipeline.watching import (
     OF_ALL_MODULES,
     Key,
     can_be_watched,
     contents,
     may_hold,
+    named_by_code,
     same,
     watching,
 )
@@ -79,7 +79,7 @@ class ModuleAttributes:
         self._private: dict[Key, bool] = {}
         self._uses: dict[Key, Use] = {}
         self._watched = {id(module): module for module in can_be_watched(root)}
-        self._generators = generators_of(self._modules.values())
+        self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
 
     def begin_batch(self, batch: Batch) -> None:
@@ -194,9 +194,9 @@ class ModuleAttributes:
             use.written.add(place)
 
     def _contents(self) -> dict[Key, tuple[Any, list[Any]]]:
-        """What may be changed in place: in the attributes and buffers of all modules, and generators of the user's."""
+        """What may be changed in place: in attributes and buffers of all modules, and what their code names besides."""
         found: dict[Key, tuple[Any, list[Any]]] = {
-            (id(generator), ""): (generator, contents(generator)) for generator in self._generators
+            (id(value), ""): (value, contents(value)) for value in self._named_by_code
         }
         for number, module in self._modules.items():
             values = module.__dict__
@@ -209,7 +209,8 @@ class ModuleAttributes:
         number, name = key
         if number in self._names:
             return f"{self._names[number]}.{name}"
-        return "a random number generator of the module's own"
+        kind = next(type(value).__name__ for value in self._named_by_code if id(value) == number)
+        return f"a {kind} that the code of the modules refers to by a global name or a closure"
 
 
 def _left_before(microbatch: Microbatch, key: Key, before: Any) -> Any:

@@ -8,13 +8,11 @@ import hashlib
 import random
 import struct
 import sys
-import types
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def derive_seed(*counters: int) -> int:
@@ -94,39 +92,6 @@ def generator_state(generator: Any) -> Any:
     return repr(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
 
 
-def generators_of(modules: Iterable[nn.Module]) -> list[Any]:
-    """The generators that the modules' code refers to by global names, closures or attributes of the class."""
-    kinds = {kind: None for module in modules for kind in type(module).__mro__ if not _is_of_the_frameworks(kind)}
-    found: dict[int, Any] = {}
-    for kind in kinds:
-        for value in vars(kind).values():
-            function = getattr(value, "__func__", value)
-            named = _named_by(function) if isinstance(function, types.FunctionType) else [value]
-            found.update((id(item), item) for item in named if is_generator(item))
-    return list(found.values())
-
-
 def _numpy_generators() -> tuple[type, ...]:
     numpy = sys.modules.get("numpy")
     return () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)
-
-
-def _is_of_the_frameworks(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("builtins", "torch", "lightning", "pytorch_lightning", "transformers")
-
-
-def _named_by(function: types.FunctionType) -> list[Any]:
-    """What a function's code refers to by name outside of itself."""
-    names: set[str] = set()
-    codes = [function.__code__]
-    while codes:
-        code = codes.pop()
-        names.update(code.co_names)
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    found = [function.__globals__[name] for name in names if name in function.__globals__]
-    for cell in function.__closure__ or ():
-        try:
-            found.append(cell.cell_contents)
-        except ValueError:  # not yet filled
-            continue
-    return found

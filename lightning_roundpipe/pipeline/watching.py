@@ -26,6 +26,8 @@ Key = tuple[int, str]
 OF_ALL_MODULES = frozenset(vars(nn.Module()))
 """Names of the attributes that every module has."""
 _MAX_ITEMS = 1000
+_FRAMEWORKS = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "transformers", "numpy"}
+_NOT_PLAIN = _FRAMEWORKS | {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _watch = threading.local()
@@ -162,6 +164,41 @@ def same(a: list[Any], b: list[Any]) -> bool:
     return len(a) == len(b) and all(map(_is_same, a, b))
 
 
+def named_by_code(modules: Iterable[nn.Module]) -> list[Any]:
+    """What the code of the modules refers to besides them, and may change in place: globals, closures, and attributes
+    of their classes. Functions that it calls by a global name are looked at, too."""
+    kinds = {kind: None for module in modules for kind in type(module).__mro__ if not _is_of_a_framework(kind)}
+    found: dict[int, Any] = {}
+    values = [getattr(value, "__func__", value) for kind in kinds for value in vars(kind).values()]
+    seen: set[int] = set()
+    while values:
+        value = values.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            values += [] if _is_of_a_framework(value) else _named_by(value)
+        elif may_hold(value):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _is_of_a_framework(item: Any) -> bool:
+    package = (getattr(item, "__module__", None) or "builtins").partition(".")[0]
+    return package in sys.stdlib_module_names or package in _FRAMEWORKS
+
+
+def _named_by(function: types.FunctionType) -> list[Any]:
+    names: set[str] = set()
+    codes = [function.__code__]
+    while codes:
+        code = codes.pop()
+        names.update(code.co_names)
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    cells = [cell.cell_contents for cell in function.__closure__ or () if cell != types.CellType()]
+    return [*cells, *(function.__globals__[name] for name in names if name in function.__globals__)]
+
+
 def contents_of_function(function: Any) -> list[Any]:
     """What a hook can reach to keep something there: its closure, its object, attributes of modules among them."""
     reached: list[Any] = []
@@ -220,6 +257,7 @@ def copy_of(value: Any, made: dict[int, Any]) -> Any:
     if id(value) in made:
         return made[id(value)]
     new: Any
+    kind: Any = type(value)
     if isinstance(value, Tensor):
         new = value if value.requires_grad else value.clone()
     elif isinstance(value, torch.Generator):
@@ -228,7 +266,7 @@ def copy_of(value: Any, made: dict[int, Any]) -> Any:
         items = [copy_of(item, made) for item in value]
         new = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     elif is_plain_object(value):
-        new = made[id(value)] = object.__new__(type(value))  # first of all: it may contain itself
+        new = made[id(value)] = kind.__new__(kind)  # first of all: it may contain itself
         new.__dict__.update((key, copy_of(item, made)) for key, item in vars(value).items())
     elif type(value) in _SEQUENCES:
         new = made[id(value)] = copy.copy(value)
@@ -273,6 +311,8 @@ def put_for(value: Any, tensors: dict[int, Tensor], seen: set[int]) -> None:
 def is_plain_object(value: Any) -> bool:
     """Whether an object is nothing but its attributes: a meter, a record of settings."""
     kind: Any = type(value)
+    if kind is types.SimpleNamespace:
+        return True
     return (
         type(getattr(value, "__dict__", None)) is dict
         and not isinstance(value, (nn.Module, Tensor, type, types.ModuleType, types.FunctionType))
@@ -280,7 +320,7 @@ def is_plain_object(value: Any) -> bool:
         and kind.__getattribute__ is object.__getattribute__
         and kind.__setattr__ is object.__setattr__
         and kind.__new__ is object.__new__
-        and kind.__module__.partition(".")[0] not in ("torch", "lightning", "threading", "multiprocessing")
+        and kind.__module__.partition(".")[0] not in _NOT_PLAIN
     )
 
 
