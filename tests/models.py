@@ -15,7 +15,7 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
 class Notes(dict[tuple[int, str, float], Tensor]):
-    """Of no order. In a plain dict the pipeline would keep the microbatches' order, where their calls differ serially."""
+    """Of no order. For that of a plain dict the pipeline would run microbatches serially whose calls differ."""
 
 
 class Lit(L.LightningModule):
