@@ -9,6 +9,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -114,7 +115,13 @@ def watched_class(kind: type) -> Any:
 @cache
 def _watched_class(kind: Any) -> Any:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind)(kind.__name__, (_Watched, kind), names)
+
+    def set_on_kind(cls: Any, name: str, value: Any) -> None:
+        """What the code sets on its class is for all its modules, watched or not."""
+        type.__setattr__(cls if name.startswith("__") else kind, name, value)
+
+    meta = type(type(kind).__name__, (type(kind),), {"__setattr__": set_on_kind})
+    return meta(kind.__name__, (_Watched, kind), names)
 
 
 def plain(kind: type) -> type:
@@ -220,6 +227,8 @@ def _own_attributes(module: nn.Module) -> dict[str, Any]:
 
 def may_hold(value: Any) -> bool:
     """Whether there may be contents, without looking into them."""
+    if type(value) in weakref.ProxyTypes:  # what it stands for may be no more
+        return False
     if isinstance(value, (bool, int, float, str, types.NoneType, nn.Module)):
         return False
     numpy = sys.modules.get("numpy")
@@ -311,6 +320,8 @@ def put_for(value: Any, tensors: dict[int, Tensor], seen: set[int]) -> None:
 def is_plain_object(value: Any) -> bool:
     """Whether an object is nothing but its attributes: a meter, a record of settings."""
     kind: Any = type(value)
+    if kind in weakref.ProxyTypes:  # what it stands for may be no more
+        return False
     if kind is types.SimpleNamespace:
         return True
     return (
