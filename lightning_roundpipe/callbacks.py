@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 
 if TYPE_CHECKING:
     from lightning_roundpipe.strategy import RoundPipeStrategy
@@ -40,6 +40,9 @@ def hooks_that_look(trainer: "pl.Trainer") -> list[str]:
             for hook in _HOOKS_BETWEEN_BATCHES
             if getattr(callback, hook).__module__ not in _HARMLESS_MODULES
         ]
+        # Its last epoch has no backward, but Lightning steps in it once more, with the gradients of the last batch.
+        if isinstance(callback, StochasticWeightAveraging) and callback.pl_module_contains_batch_norm(module):
+            found.append(f"{type(callback).__name__} with BatchNorm")
     return found
 
 

@@ -27,6 +27,7 @@ from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeig
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState
+from lightning_roundpipe.pipeline.watching import is_plain_object, named_by_code
 from lightning_roundpipe.trees import map_tree
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -279,13 +280,16 @@ def comparable(module: nn.Module) -> Iterator[None]:
 def undone(module: nn.Module) -> Iterator[None]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
-    So are lists, dicts and sets, also within one another, and generators of its own. Other objects are not looked into.
+    So are lists, dicts, sets and plain objects, also within one another, and generators of its own. Other objects are
+    not looked into.
     Parameters are not copied; see :class:`_Repeatable`.
     """
     generators = RandomState.capture()
     before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
     buffers = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
     contents = _Contents()
+    for value in named_by_code(module.modules()):
+        contents.note(value)
     for _, items in (*before, *buffers):
         for value in items.values():
             contents.note(value)
@@ -315,6 +319,8 @@ class _Contents:
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter):
                 self._tensors.setdefault(id(value), (value, value.detach().clone()))
+        elif is_plain_object(value):
+            self.note(vars(value))
         elif issubclass(kind, (list, dict, set, deque)) and id(value) not in self._containers:
             plain = dict if issubclass(kind, dict) else list
             self._containers[id(value)] = (value, plain(value))
@@ -330,6 +336,10 @@ class _Contents:
         elif issubclass(kind, numpy.random.Generator):
             bits = value.bit_generator
             self._generators[id(value)] = (partial(setattr, bits, "state"), bits.state)
+        elif issubclass(kind, numpy.random.RandomState):
+            self._generators[id(value)] = (value.set_state, value.get_state())
+        elif issubclass(kind, numpy.ndarray):
+            self._generators[id(value)] = (partial(numpy.copyto, value), value.copy())
 
     def put_back(self) -> None:
         for container, contents in self._containers.values():

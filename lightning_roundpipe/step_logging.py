@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_roundpipe.microbatch import merge_losses
+from lightning_roundpipe.pipeline.tape import runs_again
 
 current_microbatch: ContextVar[int] = ContextVar("roundpipe_microbatch")
 
@@ -88,9 +89,12 @@ class StepLogging:
         self._logs[current_microbatch.get()].append(dict(entry))
 
     def _forward_of(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
+        number = id(metric)  # within a layer, its replica is called
+
         def recording_forward(*args: Any, **kwargs: Any) -> Any:
-            updates = self._updates.setdefault(id(metric), [[] for _ in self._sizes])
-            updates[current_microbatch.get()].append((args, kwargs))
+            if not runs_again():
+                updates = self._updates.setdefault(number, [[] for _ in self._sizes])
+                updates[current_microbatch.get()].append((args, kwargs))
             return forward(*args, **kwargs)
 
         return recording_forward

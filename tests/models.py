@@ -14,6 +14,10 @@ from torch import Tensor, nn
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+class Notes(dict[tuple[int, str, float], Tensor]):
+    """Of no order. For that of a plain dict the pipeline would run microbatches serially whose calls differ."""
+
+
 class Lit(L.LightningModule):
     """A loss over a batch (a dict of tensors), and any optimizer; notes the loss of every microbatch it is given.
 
@@ -28,7 +32,7 @@ class Lit(L.LightningModule):
     ) -> None:
         super().__init__()
         self.make_optimizer, self.make_scheduler, self.make_groups = optimizer, scheduler, groups
-        self.seen: dict[tuple[int, str, float], Tensor] = {}
+        self.seen = Notes()
 
     def loss(self, batch: Any) -> Tensor:
         raise NotImplementedError

@@ -333,12 +333,14 @@ class Normalized(Blocks):
         self.net.append(nn.BatchNorm1d(WIDTH))
 
 
+@pytest.mark.parametrize("background_step", [True, False])
 @pytest.mark.parametrize("devices", [1, 2])
-def test_averaged_weights_with_batch_norm_and_the_step_in_line(devices: int) -> None:
+def test_averaged_weights_with_batch_norm(devices: int, background_step: bool) -> None:
+    """The epoch for the statistics ends with one more step, with the last batch's gradients."""
     run = {"max_epochs": 5}
     plain = fit_microbatches(make(Normalized), data(), 1, callbacks=[stochastic()], **run)
     ours = fit_pipeline(
-        make(Normalized), data(), 1, devices, run={**run, "callbacks": [stochastic()]}, background_step=False
+        make(Normalized), data(), 1, devices, run={**run, "callbacks": [stochastic()]}, background_step=background_step
     )
     assert_equal(weights(ours.lightning_module), weights(plain.lightning_module))
     assert_equal(optimizer_states(ours), optimizer_states(plain))

@@ -2,19 +2,61 @@
 
 Outside of the pipeline, microbatches would run one after the other. A microbatch that sets an attribute and reads it
 after a layer call must not find what another has set in between; one that adds to a sum must go on from what is there.
-So what a microbatch has set itself is put back when it takes the baton, and nothing else.
+So a microbatch that takes the baton sees what it has set itself, or else what those before it have set.
+
+That is the order of a plain loop, but for what one microbatch reads at a point of the step that comes before the point
+where the one before it writes. The first batch shows whether there is such state.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.replica import Layer, same_items
-from lightning_roundpipe.trees import tensors
+from lightning_roundpipe.pipeline.watching import (
+    OF_ALL_MODULES,
+    Key,
+    can_be_watched,
+    contents,
+    may_hold,
+    named_by_code,
+    same,
+    watching,
+)
 
 _MISSING = object()
+
+
+@dataclass(slots=True)
+class Use:
+    """What the first batch showed of an attribute. A place is the number of a stretch of code within the step."""
+
+    read: set[int] = field(default_factory=set)
+    """Where it was read by a microbatch that had not set it itself."""
+    written: set[int] = field(default_factory=set)
+    """Where it was set or changed in place, by another microbatch than the first."""
+    set_by_layers: bool = False
+    read_by_layers: bool = False
+    """Whether it was read by a layer that it is no part of."""
+    restored: bool = True
+    """Whether each step that set it has left it as it was."""
+    changed_in_place: bool = False
+
+    def goes_on(self, watched: bool) -> bool:
+        """Whether a microbatch depends on what the one before it left, at another place than where it is written."""
+        if not self.written:
+            return False
+        if self.read_by_layers:
+            return True
+        if self.restored and not self.changed_in_place:
+            return False  # each microbatch has one for itself
+        if not watched:
+            return self.set_by_layers or len(self.written) > 1
+        return bool(self.read) and (self.set_by_layers or len(self.read | self.written) > 1)
 
 
 class ModuleAttributes:
@@ -29,11 +71,15 @@ class ModuleAttributes:
     def __init__(self, root: nn.Module, layers: Iterable[Layer], run_serially: Callable[[str], None]) -> None:
         # By id, for a metric's hash follows its state.
         self._modules = {id(module): module for module in root.modules()}
+        self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
         inside = {id(module) for layer in layers for module in layer.modules}
         self._outside = {number: module for number, module in self._modules.items() if number not in inside}
         self._inside: dict[int, nn.Module] = {}
         """Modules within layers whose attributes the code between layers sets, as the first batch has shown."""
-        self._private: dict[tuple[int, str], bool] = {}
+        self._private: dict[Key, bool] = {}
+        self._uses: dict[Key, Use] = {}
+        self._watched = {id(module): module for module in can_be_watched(root)}
+        self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
 
     def begin_batch(self, batch: Batch) -> None:
@@ -43,9 +89,16 @@ class ModuleAttributes:
             if private
         }
 
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Lets the modules tell what is read on them."""
+        with watching(self._watched.values()):
+            yield
+
     def put(self, microbatch: Microbatch) -> None:
         """The microbatch takes the baton."""
         batch = microbatch.batch
+        microbatch.stretch += 1
         if microbatch.first_take:
             if batch.records:
                 microbatch.before = {number: dict(module.__dict__) for number, module in self._modules.items()}
@@ -54,53 +107,118 @@ class ModuleAttributes:
             microbatch.first_take = False
         for (module, name), value in microbatch.attributes.items():
             _put(self._modules[module], name, value)
-        watched = self._modules.values() if batch.records else (*self._outside.values(), *self._inside.values())
-        microbatch.seen = [(module, dict(module.__dict__)) for module in watched]
+        for (module, name), before in batch.changed.items():
+            if (module, name) not in microbatch.attributes:
+                _put(self._modules[module], name, _left_before(microbatch, (module, name), before))
+        watched = self._modules if batch.records else {**self._outside, **self._inside}
+        microbatch.seen = {number: (module, dict(module.__dict__)) for number, module in watched.items()}
         if batch.records:
-            microbatch.contents = _contents_of_containers(self._outside.values())
+            microbatch.contents = self._contents()
+            microbatch.accesses.read.clear()
+            microbatch.accesses.read_by_layer.clear()
 
     def note(self, microbatch: Microbatch) -> None:
         """The microbatch gives the baton up."""
-        for module, before in microbatch.seen:
+        for number, (module, before) in microbatch.seen.items():
             now = module.__dict__
             if same_items(now, before):
                 continue
             for name in {**before, **now}:
                 if now.get(name, _MISSING) is not before.get(name, _MISSING):
-                    microbatch.attributes[id(module), name] = now.get(name, _MISSING)
-                    microbatch.settings[id(module), name] += 1
-                    if id(module) not in self._outside:
-                        self._inside[id(module)] = module
-        if microbatch.batch.records and _gradients_were_put_in(microbatch.contents):
-            self._run_serially("the step puts tensors with gradients into a list or dict of a module's")
-        microbatch.seen = []
-        microbatch.contents = []
-
-    def end_step(self, microbatch: Microbatch) -> None:
-        """First batch: finds attributes that a step sets and in the end leaves as they were, such as ``training`` or a
-        counter of calls. Each microbatch gets its own from the start."""
-        for (number, name), stretches in microbatch.settings.items():
-            now = self._modules[number].__dict__.get(name, _MISSING)
-            restored = _same_value(microbatch.before[number].get(name, _MISSING), now)
-            self._private[number, name] = restored and self._private.get((number, name), True)
-            if stretches > 1 and not restored and number in self._outside and _may_be_a_sum(now):
-                kind = type(self._modules[number]).__name__
-                self._run_serially(f"the step goes on counting in {kind}.{name} between layers")
-        microbatch.before = {}
+                    self._note_change(microbatch, (number, name), before.get(name, _MISSING), microbatch.stretch)
+                    if number not in self._outside:
+                        self._inside[number] = module
+        if microbatch.batch.records:
+            for key, (value, before_) in microbatch.contents.items():
+                if not same(contents(value), before_):
+                    self._note_change_in_place(microbatch, key, microbatch.stretch)
+            for key in microbatch.accesses.read:
+                self._use(key).read.add(microbatch.stretch)
+            for key in microbatch.accesses.read_by_layer:
+                self._use(key).read_by_layers = True
+        microbatch.seen = {}
+        microbatch.contents = {}
 
     def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
         """Sets what a layer has set in its forward."""
+        key = id(module), name
+        before = module.__dict__.get(name, _MISSING)
         module.__dict__[name] = value
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.left_by = microbatch.label  # type: ignore[attr-defined]
         if microbatch.batch.microbatches > 1:
-            microbatch.attributes[id(module), name] = value
+            self._note_change(microbatch, key, before, microbatch.stretch - 1)  # where the layer ran
+            if id(module) in microbatch.seen:  # the code between layers has not done it
+                microbatch.seen[id(module)][1][name] = value
+            if microbatch.batch.records:
+                self._use(key).set_by_layers = True
+
+    def end_step(self, microbatch: Microbatch) -> None:
+        """First batch: finds attributes that a step sets and in the end leaves as they were, such as ``training`` or a
+        counter of calls. Each microbatch gets its own from the start."""
+        for number, name in microbatch.attributes:
+            now = self._modules[number].__dict__.get(name, _MISSING)
+            restored = _same_value(microbatch.before[number].get(name, _MISSING), now)
+            self._private[number, name] = restored and self._private.get((number, name), True)
+            self._use((number, name)).restored &= restored
+        microbatch.before = {}
 
     def end_batch(self, batch: Batch) -> None:
         """Leaves attributes as if the microbatches had run one after the other."""
         for microbatch in batch.runs:
             for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
                 _put(self._modules[module], name, value)
+        if batch.records:
+            for key, use in self._uses.items():
+                if use.goes_on(key[0] in self._watched):
+                    self._run_serially(f"microbatches go on from what others leave in {self._name(key)}")
+            self._uses = {}
+
+    def _use(self, key: Key) -> Use:
+        return self._uses.setdefault(key, Use())
+
+    def _note_change(self, microbatch: Microbatch, key: Key, before: Any, place: int) -> None:
+        module, name = key
+        microbatch.batch.changed.setdefault(key, before)
+        microbatch.attributes[key] = self._modules[module].__dict__.get(name, _MISSING)
+        if microbatch.batch.records:
+            microbatch.accesses.written.add(key)
+            if microbatch.index > 0:
+                self._use(key).written.add(place)
+
+    def _note_change_in_place(self, microbatch: Microbatch, key: Key, place: int) -> None:
+        use = self._use(key)
+        use.changed_in_place = True
+        use.read.add(place)
+        if microbatch.index > 0:
+            use.written.add(place)
+
+    def _contents(self) -> dict[Key, tuple[Any, list[Any]]]:
+        """What may be changed in place: in attributes and buffers of all modules, and what their code names besides."""
+        found: dict[Key, tuple[Any, list[Any]]] = {
+            (id(value), ""): (value, contents(value)) for value in self._named_by_code
+        }
+        for number, module in self._modules.items():
+            values = module.__dict__
+            for name, value in (*values.items(), *values["_buffers"].items()):
+                if name not in OF_ALL_MODULES and may_hold(value):
+                    found[number, name] = value, contents(value)
+        return found
+
+    def _name(self, key: Key) -> str:
+        number, name = key
+        if number in self._names:
+            return f"{self._names[number]}.{name}"
+        kind = next(type(value).__name__ for value in self._named_by_code if id(value) == number)
+        return f"a {kind} that the code of the modules refers to by a global name or a closure"
+
+
+def _left_before(microbatch: Microbatch, key: Key, before: Any) -> Any:
+    """What the microbatches before this one have left in an attribute."""
+    for earlier in reversed(microbatch.batch.runs[: microbatch.index]):
+        if earlier is not None and key in earlier.attributes:
+            return earlier.attributes[key]
+    return before
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
@@ -112,27 +230,3 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
 
 def _same_value(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and isinstance(a, (bool, int, float, str)) and a == b)
-
-
-def _contents_of_containers(modules: Iterable[nn.Module]) -> list[tuple[Any, list[Any]]]:
-    return [
-        (value, list(value.values() if isinstance(value, dict) else value))
-        for module in modules
-        for name, value in module.__dict__.items()
-        if type(value) in (list, dict, set) and name not in ("_parameters", "_buffers", "_modules")
-    ]
-
-
-def _gradients_were_put_in(contents: list[tuple[Any, list[Any]]]) -> bool:
-    for container, before in contents:
-        known = {id(item) for item in before}
-        for item in container.values() if isinstance(container, dict) else container:
-            if id(item) not in known and any(tensor.requires_grad for tensor in tensors(item)):
-                return True
-    return False
-
-
-def _may_be_a_sum(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not value.requires_grad
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

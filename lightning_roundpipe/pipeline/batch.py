@@ -1,7 +1,6 @@
 """One batch in flight, and what belongs to each of its microbatches."""
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from lightning_roundpipe.pipeline.replica import NormStatistics
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.pipeline.tape import Call
 from lightning_roundpipe.pipeline.turnstile import Monitor
+from lightning_roundpipe.pipeline.watching import Accesses, Key
 from lightning_roundpipe.schedules import Action
 from lightning_roundpipe.schedules.schedule import Kind
 from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
@@ -42,18 +42,19 @@ class Microbatch:
         self.random_state: RandomState | None = None
         self.outside_random_state: Tensor | None = None
         self.backward_random_state: Tensor | None = None
-        self.attributes: dict[tuple[int, str], Any] = {}
-        """What this microbatch has set on modules: by the module's id and the attribute's name."""
+        self.attributes: dict[Key, Any] = {}
+        """What this microbatch has set on modules."""
+        self.stretch = 0
+        """How often it has had the baton: its place in the step."""
         self.first_take = True
         """Whether it has not had the baton yet."""
         self.before: dict[int, dict[str, Any]] = {}
         """First batch: all attributes before the step."""
-        self.contents: list[tuple[Any, list[Any]]] = []
-        """First batch: lists and dicts on modules, and what was in them when it took the baton."""
-        self.settings: Counter[tuple[int, str]] = Counter()
-        """In how many stretches of code between layers it did so."""
-        self.seen: list[tuple[nn.Module, dict[str, Any]]] = []
-        """The attributes of modules when it took the baton."""
+        self.contents: dict[Key, tuple[Any, list[Any]]] = {}
+        """First batch: what is changed in place, and what it held when it took the baton."""
+        self.accesses = Accesses()
+        self.seen: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
+        """The attributes of modules when it took the baton, by the module's id."""
         self.norm_statistics: list[NormStatistics] = []
         self.calls_left: dict[Unit, int] = {}
         self.units_left: set[Unit] = set()
@@ -119,8 +120,10 @@ class Batch:
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.stage_device: dict[int, int] = {}
         self.stage_kind: dict[int, Kind] = {}
-        self.private_before: dict[tuple[int, str], Any] = {}
+        self.private_before: dict[Key, Any] = {}
         """Attributes that each microbatch has for itself, as they were before the batch."""
+        self.changed: dict[Key, Any] = {}
+        """Attributes that microbatches have set, as they were before the batch."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
         self.moved: set[tuple[int, int, str, int]] = set()

@@ -4,11 +4,12 @@ A replica shares the layer's code and attributes but not its tensors, so that on
 and devices at once while the user's modules stay as they are.
 """
 
+import functools
 import operator
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,19 @@ from lightning_roundpipe.pipeline.compiling import (
     settings_by_module,
     warn_uncompiled,
 )
+from lightning_roundpipe.pipeline.watching import (
+    OF_ALL_MODULES,
+    can_be_watched,
+    contents,
+    copy_of,
+    gradients_in,
+    may_hold,
+    moment,
+    stand_for,
+    watched_class,
+)
 
+_EMPTY = types.CellType()
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -43,12 +56,22 @@ class AttributeState:
     """Attributes that are plain tensors."""
     containers: list[tuple[int, str]]
     """Attributes that are lists, dicts or sets."""
+    holding: list[tuple[int, str]]
+    """Attributes that hold something that can be changed in place: also plain objects, arrays and generators."""
 
-    def copies(self) -> dict[tuple[int, str], Any]:
-        """Copies of what a call may change in place among the attributes."""
+    def copies(self, changed: Collection[tuple[int, str]] = ()) -> dict[tuple[int, str], Any]:
+        """Copies of what a call may change in place among the attributes; deep ones of those that it changes."""
         copies: dict[tuple[int, str], Any] = {(i, key): self.dicts[i][key].clone() for i, key in self.tensors}
-        copies.update(((i, key), self.dicts[i][key].copy()) for i, key in self.containers)
+        copies.update(self.container_copies())
+        made: dict[int, Any] = {}  # what two attributes share stays shared
+        for i, key in self.holding:
+            if (i, key) in changed:
+                copies[i, key] = copy_of(self.dicts[i][key], made)
         return copies
+
+    def contents(self) -> dict[tuple[int, str], list[Any]]:
+        """What is held, to be compared with what it was."""
+        return {(i, key): contents(self.dicts[i][key]) for i, key in self.holding}
 
     def container_copies(self) -> dict[tuple[int, str], Any]:
         return {(i, key): self.dicts[i][key].copy() for i, key in self.containers}
@@ -68,6 +91,10 @@ class Traits:
     """Leaves of the arguments that are changed in place, by the layer or later: the recompute needs copies."""
     writes_state: bool = False
     """Writes buffers, plain tensors or lists of its own: the recompute needs them as they were before the call."""
+    changed_attributes: set[tuple[int, str]] = field(default_factory=set)
+    """Attributes, by module index and name, in which a call changes something."""
+    gradient_attributes: set[tuple[int, str]] = field(default_factory=set)
+    """Those in which it puts tensors with gradients."""
     state_versions: list[tuple[int, int]] | None = None
     """First batch: the versions of buffers and plain tensors after the last call. If anyone changes them before the
     next one, a recompute that comes later needs copies."""
@@ -89,6 +116,7 @@ class Layer:
         self.name = name
         self.module = module
         self.modules = list(module.modules())
+        self.kinds = [type(submodule) for submodule in self.modules]
         self.traits = Traits()
         self.parameters: list[nn.Parameter] = []
         self.parameter_slots: list[tuple[int, str, int | None]] = []
@@ -163,7 +191,7 @@ class Layer:
             (i, key)
             for i, attributes in enumerate(dicts)
             for key, value in attributes.items()
-            if key not in _TENSOR_DICTS and self._refers_inside(value, set())
+            if key not in _TENSOR_DICTS and self.refers_inside(value)
         ]
         inputs = [
             (i, key)
@@ -183,11 +211,27 @@ class Layer:
             for key, value in attributes.items()
             if type(value) in (list, dict, set) and key not in _TENSOR_DICTS
         ]
-        self._state = AttributeState(dicts, special, inputs, tensors, containers)
+        holding = [
+            (i, key)
+            for i, attributes in enumerate(dicts)
+            for key, value in attributes.items()
+            if key not in OF_ALL_MODULES and not isinstance(value, Tensor) and may_hold(value)
+        ]
+        self._state = AttributeState(dicts, special, inputs, tensors, containers, holding)
         return self._state
 
     def buffers(self) -> list[dict[str, Tensor | None]]:
         return [module._buffers for module in self.modules]
+
+    def inner_pre_hooks(self) -> list[tuple[nn.Module, Any]]:
+        """The forward pre-hooks that run on replicas, with their modules; not those of the layer itself, nor those
+        that are bound to its modules, which then work on the replica's."""
+        return [
+            (module, hook)
+            for module in self.modules[1:]
+            for hook in module._forward_pre_hooks.values()
+            if self.module_index(getattr(hook, "__self__", None)) is None
+        ]
 
     def norms(self, *, training: bool) -> frozenset[int]:
         """The modules with running statistics of batches, by index, that update them (or else read them)."""
@@ -214,21 +258,26 @@ class Layer:
             for module in self.modules
         ]
 
-    def borrow(self) -> "Replica":
-        try:
-            return self._free.pop()
-        except IndexError:
-            return Replica(self)
+    def borrow(self, *, watched: bool = False) -> "Replica":
+        """A replica; a watched one notes what is read on its modules."""
+        if watched or not self._free:
+            return Replica(self, watched=watched)
+        return self._free.pop()
 
     def give_back(self, replica: "Replica") -> None:
         replica.release()
-        self._free.append(replica)
+        if not replica.watched:
+            self._free.append(replica)
 
     def module_index(self, value: object) -> int | None:
         return self._module_index.get(id(value))
 
     def parameter_index(self, value: object) -> int | None:
         return self._parameter_index.get(id(value))
+
+    def refers_inside(self, value: Any) -> bool:
+        """Whether a value leads to the layer's own modules or parameters."""
+        return self._refers_inside(value, set())
 
     def _refers_inside(self, value: Any, visited: set[int]) -> bool:
         if isinstance(value, nn.Module):
@@ -239,11 +288,16 @@ class Layer:
             return id(value.__self__) in self._module_index
         if isinstance(value, weakref.ref):
             return self._refers_inside(value(), visited)
+        if id(value) in visited:
+            return False
         if (compiled := compiled_function(value)) is not None:
             return self._refers_inside(compiled[1], visited)
-        if type(value) in (list, tuple, dict) and id(value) not in visited:
+        if isinstance(value, (types.FunctionType, functools.partial)):
             visited.add(id(value))
-            return any(self._refers_inside(v, visited) for v in (value.values() if type(value) is dict else value))
+            return any(self._refers_inside(part, visited) for part in _bound(value))
+        if type(value) in (list, tuple, dict, OrderedDict):  # an OrderedDict holds hooks
+            visited.add(id(value))
+            return any(self._refers_inside(v, visited) for v in (value.values() if isinstance(value, dict) else value))
         return False
 
 
@@ -268,6 +322,14 @@ def share_compiled_code(root: nn.Module, layers: Sequence[Layer], default: Any |
             alike.append(layer.compiled)
 
 
+def _bound(function: Any) -> list[Any]:
+    """What a function brings along: its closure and defaults, or a partial's arguments."""
+    if isinstance(function, functools.partial):
+        return [function.func, *function.args, *function.keywords.values()]
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    return [*defaults, *(cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)]
+
+
 def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys()
 
@@ -280,6 +342,8 @@ class HookCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     output: Any
+    moment: int
+    """Tells, in the first batch, what the layer read after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,11 +359,14 @@ class NormStatistics:
 class Replica:
     """A shell of a layer. :meth:`load` gives it tensors and attributes; then :meth:`forward` runs it."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: Layer, *, watched: bool = False) -> None:
         self.layer = layer
+        self.watched = watched
+        watchable = set(map(id, can_be_watched(layer.module))) if watched else set()
+        # No __init__: the attributes come from the layer.
         self.shells: list[nn.Module] = [
-            object.__new__(type(module))
-            for module in layer.modules  # no __init__: the attributes come from the layer
+            object.__new__(watched_class(kind) if id(module) in watchable else kind)
+            for kind, module in zip(layer.kinds, layer.modules, strict=True)
         ]
         self._submodules = [
             {
@@ -310,9 +377,13 @@ class Replica:
         ]
         self._submodules_at_first = [dict(children) for children in self._submodules]
         self._masters: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
+        """Functions of the layer's attributes, by id, bound to the shells."""
         self._original: list[dict[str, Any]] = []
         self._code: CompiledKind | None = None
         self._compiled_inside: dict[int, tuple[Any, Any]] = {}
+        self._holding: list[Any] = []
+        self._held: set[int] = set()
         self.hook_calls: list[HookCall] = []
         self.norm_statistics: list[NormStatistics] = []
 
@@ -326,6 +397,7 @@ class Replica:
         merge_norm_statistics: bool,
         copies: dict[tuple[int, str], Any],
         code: CompiledKind | None = None,
+        holding: Collection[tuple[int, str]] = (),
     ) -> None:
         """Prepares for one call.
 
@@ -337,11 +409,14 @@ class Replica:
             merge_norm_statistics: Take BatchNorm's statistics aside instead of updating its running statistics.
             copies: What stands for attributes that the call may change in place, so that it is lost.
             code: The compiled code to run; by default, the modules' own.
+            holding: Attributes into which the call may put tensors with gradients.
         """
         layer = self.layer
         self._code = code
         self.hook_calls = []
         self.norm_statistics = []
+        if self.watched:
+            stand_for(self.shells, layer.modules)
         for i, (shell, attributes) in enumerate(zip(self.shells, state.dicts, strict=True)):
             new = dict(attributes)
             new["_parameters"] = {}
@@ -366,6 +441,8 @@ class Replica:
         if merge_norm_statistics:
             for i in layer.norms(training=True):
                 self._take_statistics_aside(i, self.shells[i])
+        self._holding = [self.shells[i].__dict__[key] for i, key in holding]
+        self._held = {id(tensor) for value in self._holding for tensor in gradients_in(value)}
         self._original = [dict(shell.__dict__) for shell in self.shells]
         self._masters = {id(shell): module for shell, module in zip(self.shells, layer.modules, strict=True)}
         self._masters.update((id(tensor), layer.parameters[i]) for i, tensor in enumerate(parameters))
@@ -375,7 +452,9 @@ class Replica:
         for shell in self.shells:
             object.__setattr__(shell, "__dict__", {})
         self._original = []
+        self._holding = []
         self._masters = {}
+        self._made = {}
         self.hook_calls = []
         self.norm_statistics = []
 
@@ -412,6 +491,11 @@ class Replica:
             ]
         return changes
 
+    def held_gradients(self) -> list[Tensor]:
+        """The tensors with gradients that the call has put into lists, dicts or objects of the modules'."""
+        found = {id(tensor): tensor for value in self._holding for tensor in gradients_in(value)}
+        return [tensor for number, tensor in found.items() if number not in self._held]
+
     def _inside(self, value: Any, parameters: Sequence[Tensor]) -> Any:
         """A value of the layer's attributes with the layer's own modules and parameters replaced by the replica's."""
         layer = self.layer
@@ -427,19 +511,20 @@ class Replica:
         if isinstance(value, weakref.ref):
             target = value()
             return value if target is None else weakref.ref(self._inside(target, parameters))
-        if isinstance(value, types.FunctionType):
+        if compiled_function(value) is not None:
             return self._compiled(value, parameters)
+        if isinstance(value, (types.FunctionType, functools.partial)):
+            return self._bound_inside(value, parameters) if layer.refers_inside(value) else value
         if type(value) in (list, tuple):
             return type(value)(self._inside(item, parameters) for item in value)
-        if type(value) is dict:
-            return {key: self._inside(item, parameters) for key, item in value.items()}
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, self._inside(item, parameters)) for key, item in value.items())
         return value
 
     def _compiled(self, function: Any, parameters: Sequence[Tensor]) -> Any:
         """A function that the user has compiled within the layer, for the shells."""
         compiled = compiled_function(function)
-        if compiled is None:
-            return function
+        assert compiled is not None
         settings, original = compiled
         if self.layer.compiled is not None:  # together with all the rest
             return self._inside(original, parameters)
@@ -451,6 +536,31 @@ class Replica:
                 compile_function(settings, self._inside(original, parameters)),
             )
         return self._compiled_inside[id(function)][1]
+
+    def _bound_inside(self, function: Any, parameters: Sequence[Tensor]) -> Any:
+        """A function that reaches the layer's modules by its closure, or a partial's arguments (metrics do this)."""
+        if isinstance(function, functools.partial):
+            keywords = {key: self._inside(value, parameters) for key, value in function.keywords.items()}
+            args = [self._inside(value, parameters) for value in function.args]
+            return functools.partial(self._inside(function.func, parameters), *args, **keywords)
+        if id(function) in self._made:
+            return self._made[id(function)]
+        cells = list(function.__closure__ or ())
+        new_cells = [
+            types.CellType() if cell != _EMPTY and self.layer.refers_inside(cell.cell_contents) else cell
+            for cell in cells  # those that hold something else stay shared
+        ]
+        new = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, tuple(new_cells))
+        self._made[id(function)] = new  # first of all: it may refer to itself
+        if function.__defaults__ is not None:
+            new.__defaults__ = tuple(self._inside(value, parameters) for value in function.__defaults__)
+        if function.__kwdefaults__ is not None:
+            new.__kwdefaults__ = {k: self._inside(value, parameters) for k, value in function.__kwdefaults__.items()}
+        new.__dict__.update((key, self._inside(value, parameters)) for key, value in function.__dict__.items())
+        for cell, new_cell in zip(cells, new_cells, strict=True):
+            if new_cell is not cell:
+                new_cell.cell_contents = self._inside(cell.cell_contents, parameters)
+        return new
 
     def _outside(self, value: Any) -> Any:
         """The other way round."""
@@ -471,7 +581,7 @@ class Replica:
         """Replaces the forward hooks by one that notes what they would see; they run after the call, on its outputs."""
 
         def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            self.hook_calls.append(HookCall(index, args, kwargs, output))
+            self.hook_calls.append(HookCall(index, args, kwargs, output, moment()))
 
         attributes["_forward_hooks"] = OrderedDict({0: note})
         attributes["_forward_hooks_with_kwargs"] = OrderedDict({0: True})

@@ -73,3 +73,25 @@ def program_seed() -> int:
     """A seed that follows from the program's own seeding and draws so far, without drawing itself."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return int.from_bytes(hashlib.blake2b(state, digest_size=8).digest(), "little") >> 2
+
+
+# --- generators of the user's own
+
+
+def is_generator(value: Any) -> bool:
+    """Whether it is a random number generator: torch's, NumPy's or Python's."""
+    return isinstance(value, (torch.Generator, random.Random, *_numpy_generators()))
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of a generator, in a form that can be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return repr(generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state())
+
+
+def _numpy_generators() -> tuple[type, ...]:
+    numpy = sys.modules.get("numpy")
+    return () if numpy is None else (numpy.random.Generator, numpy.random.RandomState)

@@ -8,7 +8,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,13 +34,14 @@ from lightning_roundpipe.pipeline.interception import (
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
-from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics, share_compiled_code
+from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
+from lightning_roundpipe.pipeline.watching import contents, put_for, same
 from lightning_roundpipe.schedules import Action, roundpipe
 from lightning_roundpipe.state.gradients import Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
@@ -123,6 +124,8 @@ class Pipeline(CallOwner):
         self.on_serial: Callable[[str], None] = lambda reason: None
         self._backward_draws = False
         """Whether the code between layers sets the generator in its backward, as a checkpoint does."""
+        self._has_seen_several = False
+        """Whether there has been a first batch of several microbatches."""
         self._swaps_everything = False
         """Whether the code between layers draws from Python's or NumPy's generator."""
 
@@ -172,7 +175,7 @@ class Pipeline(CallOwner):
         for parameter in self._direct:
             parameter.grad = None  # what is there is in the sums
         splits_calls = bool(self._splits)
-        plan = None if splits_calls else self._plan_for(deferred)
+        plan = None if splits_calls else self._plan_for(deferred, len(weights))
         batch = Batch(
             self.monitor,
             self.batches,
@@ -181,11 +184,12 @@ class Pipeline(CallOwner):
             scale,
             deferred,
             plan,
-            self.plan is None and not self._call_plans,
+            self._is_new(len(weights)),
             self.gradients.begin_batch(len(weights)),
             self.store.version_for_next_batch(),
             splits_calls=splits_calls,
         )
+        self._has_seen_several |= batch.microbatches > 1
         self.batches += 1
         self.step += 1
         self.last_microbatches = self._split_into if splits_calls else batch.microbatches
@@ -197,15 +201,17 @@ class Pipeline(CallOwner):
         outside = RandomState.capture() if batch.microbatches > 1 else None
         self._left_random_state = None
         self.interception.install()
+        watches = batch.records and self.last_microbatches > 1
         try:
-            for index, step in enumerate(steps):
-                context = contextvars.copy_context()
-                self._threads[index].submit(
-                    partial(context.run, self._run_microbatch, batch, index, step), then=batch.thread_done
-                )
-            self.until(batch.wait_forward)
-            if not deferred and (batch.serial or self.draws_on_the_host()):
-                self.until(batch.wait_all)
+            with self.attributes.watching() if watches else nullcontext():
+                for index, step in enumerate(steps):
+                    context = contextvars.copy_context()
+                    self._threads[index].submit(
+                        partial(context.run, self._run_microbatch, batch, index, step), then=batch.thread_done
+                    )
+                self.until(batch.wait_forward)
+                if not deferred and (batch.serial or self.draws_on_the_host()):
+                    self.until(batch.wait_all)
         finally:
             self.interception.remove()
             if outside is not None:
@@ -324,8 +330,13 @@ class Pipeline(CallOwner):
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def _plan_for(self, deferred: bool) -> Plan | None:
-        if self.plan is None or self.serial_reason is not None:
+    def _is_new(self, microbatches: int) -> bool:
+        """Whether the next batch is the first one, or the first one of several microbatches: it shows what is new."""
+        first = self.plan is None and not self._call_plans
+        return first or (microbatches > 1 and not self._has_seen_several)
+
+    def _plan_for(self, deferred: bool, microbatches: int) -> Plan | None:
+        if self.plan is None or self._is_new(microbatches) or self.serial_reason is not None:
             return None
         if not deferred:
             return self.plan
@@ -562,6 +573,8 @@ class Pipeline(CallOwner):
                 if batch.splits_calls:
                     stack.enter_context(splitting_calls(partial(self._split_call, microbatch)))
                 stack.enter_context(mode)
+                if batch.records:
+                    stack.enter_context(microbatch.accesses.noted())
                 result = step()
         finally:
             self._release_baton(microbatch)
@@ -587,6 +600,8 @@ class Pipeline(CallOwner):
                 batch.gradients.add(microbatch.index, parameter, leaf.grad)
                 leaf.grad = None
         if batch.records:
+            for call in microbatch.calls:
+                call.check_nothing_escaped()
             self._find_direct_gradients(microbatch)
 
     def _call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -629,6 +644,7 @@ class Pipeline(CallOwner):
                 run_mode = Mode.DROP
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             run = self._run_call(microbatch, call, device, run_mode, number)
+            read, microbatch.accesses.last_read = microbatch.accesses.last_read, {}
             place = self.baton.request()
             self.turns.leave_forward(microbatch, call)
             self._take_baton(microbatch, place)
@@ -636,10 +652,18 @@ class Pipeline(CallOwner):
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
         run.built.write_back(escaped.argument_changes)
+        if escaped.held:
+            linked = {id(inner): outer for inner, outer in zip(run.held, escaped.held, strict=True)}
+            for index, name in state.holding:
+                put_for(state.dicts[index][name], linked, set())
         for index, name, value in escaped.attribute_changes:
             self.attributes.set(microbatch, layer.modules[index], name, value)
-        for index, hook_args, hook_kwargs, output in escaped.hook_calls:
+        for index, hook_args, hook_kwargs, output, moment in escaped.hook_calls:
+            before = layer.attributes() if batch.records else None
+            held = before.contents() if before is not None else {}
             _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
+            if before is not None:
+                _check_hooks(layer, index, before, held, {at for at, when in read.items() if when > moment})
         return escaped.output
 
     def _input_attribute(self, microbatch: Microbatch, tensor: Tensor) -> Tensor:
@@ -669,7 +693,9 @@ class Pipeline(CallOwner):
             started = RandomState.capture()
         else:
             started = before
+        microbatch.accesses.in_layer = batch.records
         run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+        microbatch.accesses.in_layer = False
         if watch and not RandomState.capture().same(started):
             traits.draws = True
         if unprepared_compilations() != compiled:
@@ -986,3 +1012,26 @@ def _run_forward_hooks(layer: Layer, index: int, args: tuple[Any, ...], kwargs: 
                 " module's output, which is not supported there. Put the hook on the layer itself, or keep the layer"
                 " out of the pipeline with RoundPipeStrategy(layers=...)."
             )
+
+
+def _check_hooks(
+    layer: Layer,
+    index: int,
+    before: AttributeState,
+    held: dict[tuple[int, str], list[Any]],
+    read_later: set[tuple[int, str]],
+) -> None:
+    """First batch: the hooks have run too late for what the layer itself reads after them."""
+    for i, (module, items) in enumerate(zip(layer.modules, before.dicts, strict=True)):
+        now = module.__dict__
+        for name in {**items, **now}:
+            changed = name not in items or name not in now or now[name] is not items[name]
+            if (i, name) in held and not changed:
+                changed = not same(contents(now[name]), held[i, name])
+            if changed and (id(module), name) in read_later:
+                raise RuntimeError(
+                    f"layer {layer.name!r}: a forward hook on {type(layer.modules[index]).__name__} inside it sets"
+                    f" {name!r} of {type(module).__name__}, which the layer reads in the same call. Hooks inside a"
+                    " layer run after it. Set it in the module's forward instead of a hook, or keep the layer out of"
+                    " the pipeline with RoundPipeStrategy(layers=...)."
+                )

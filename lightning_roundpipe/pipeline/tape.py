@@ -5,6 +5,7 @@ of the calls, with skip connections, shared layers, hooks and several backward p
 """
 
 import contextvars
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -23,6 +24,14 @@ from lightning_roundpipe.pipeline.fingerprint import Fingerprint
 from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
+from lightning_roundpipe.pipeline.watching import contents_of_function, copy_of, gradients_in, same
+
+_thread = threading.local()
+
+
+def runs_again() -> bool:
+    """Whether this thread is in a layer's recompute: what is done there has been done before."""
+    return getattr(_thread, "runs_again", False)
 
 
 class RecomputeError(RuntimeError):
@@ -43,7 +52,7 @@ class Mode:
 class Run:
     """The outcome of running a layer once: everything that came out of it, by return or otherwise, as flat leaves."""
 
-    __slots__ = ("built", "changed", "edges", "hook_calls", "norm_statistics", "returned", "structure")
+    __slots__ = ("built", "changed", "edges", "held", "hook_calls", "norm_statistics", "returned", "structure")
 
     def __init__(
         self,
@@ -53,6 +62,7 @@ class Run:
         replica: Replica,
         inputs: Sequence[Any],
         changed: Collection[int],
+        held: list[Tensor],
     ) -> None:
         self.structure = structure
         self.built = built
@@ -63,6 +73,8 @@ class Run:
         self.returned = {i: numbers[id(leaf)] for i, leaf in enumerate(structure.leaves) if id(leaf) in numbers}
         """What came out that is itself one of the arguments' leaves."""
         self.hook_calls = replica.hook_calls
+        self.held = held
+        """What the run has put into lists or objects of the layer's, for which linked tensors are to be put."""
         self.norm_statistics: list[NormStatistics] = replica.norm_statistics
 
     @property
@@ -73,10 +85,10 @@ class Run:
 class Escaped:
     """What came out of a call, as the caller sees it."""
 
-    __slots__ = ("argument_changes", "attribute_changes", "hook_calls", "output")
+    __slots__ = ("argument_changes", "attribute_changes", "held", "hook_calls", "output")
 
-    def __init__(self, parts: tuple[Any, Any, Any, Any, Any]) -> None:
-        self.output, self.hook_calls, self.attribute_changes, self.argument_changes, _ = parts
+    def __init__(self, parts: tuple[Any, Any, Any, Any, Any, Any]) -> None:
+        self.output, self.hook_calls, self.attribute_changes, self.argument_changes, _, self.held = parts
 
     def ways(self, layer: Layer) -> set[str]:
         """How tensors came out of the layer besides being returned."""
@@ -84,6 +96,7 @@ class Escaped:
         attributes = {name for _, name, value in self.attribute_changes if _has_gradient(value)}
         ways = {f"a forward hook on {kind} inside the layer" for kind in hooked}
         ways.update(f"the attribute {name!r}, set in its forward" for name in attributes)
+        ways |= {"lists or objects of its own, into which it puts tensors"} if self.held else set()
         return ways | ({"objects handed to it, into which it writes"} if self.argument_changes else set())
 
 
@@ -135,7 +148,7 @@ class Call:
         """In use until the backward is done: a checkpoint inside the layer runs its modules once more."""
         self._buffers: list[dict[str, Tensor | None]] | None = None
         self._copies: dict[tuple[int, str], Any] = {}
-        self._has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers)
+        self._has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers) or bool(state.holding)
         self._state_versions: list[tuple[int, int]] = []
         self._norms_aside: frozenset[int] = frozenset()
         self._versions: list[tuple[int, Tensor, int]] = []
@@ -161,17 +174,29 @@ class Call:
             # Statistics that are read here may be updated by another call of the same BatchNorm before the recompute.
             read_later = self.merge_norm_statistics and bool(reading)
             if mode == Mode.DROP and (self.record or traits.writes_state or read_later):
-                self._buffers, self._copies = layer.copy_buffers(), self.state.copies()
+                changed_attributes = self.state.holding if self.record else traits.changed_attributes
+                self._buffers, self._copies = layer.copy_buffers(), self.state.copies(changed_attributes)
+            held = self.state.contents() if self.record else {}
+        hooks = layer.inner_pre_hooks() if self.record else []
+        kept_by_hooks = [contents_of_function(hook) for _, hook in hooks]
         self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
         half = self.autocast.half_type(device.torch_device.type)
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         if watch is None:  # which sees nothing of compiled code
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
-        replica = layer.borrow()
+        replica = layer.borrow(watched=self.record)
         try:
             with watch or nullcontext():
                 run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
             self._check_structure(replica)
+            for (module, hook), before in zip(hooks, kept_by_hooks, strict=True):
+                if not same(contents_of_function(hook), before):
+                    raise RecomputeError(
+                        f"{self.label}: a forward pre-hook on {type(module).__name__} inside it keeps something outside"
+                        " of the layer. It runs again in the recompute, and on a stand-in for the module. Put the hook"
+                        " on the layer itself, use a forward hook, or keep the layer out of the pipeline with"
+                        " RoundPipeStrategy(layers=...)."
+                    )
         except BaseException:
             layer.give_back(replica)
             raise
@@ -185,7 +210,8 @@ class Call:
                 self._note_half({})
         if self._has_state:
             self._state_versions = layer.state_versions(self.state, self._norms_aside)
-            changed = versions != self._state_versions or sizes != self.state.sizes()
+            self._note_changed_attributes(held)
+            changed = versions != self._state_versions or sizes != self.state.sizes() or bool(traits.changed_attributes)
             if changed and not traits.writes_state and (mode == Mode.DROP or self.record):
                 self._found_state_write()
             traits.state_versions = layer.state_versions(self.state) if self.record else None
@@ -202,6 +228,18 @@ class Call:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
         return run
+
+    def _note_changed_attributes(self, before: dict[tuple[int, str], list[Any]]) -> None:
+        """First batch: finds the lists, dicts and objects in which the call has changed something."""
+        if not self.record:
+            return
+        traits, now = self.layer.traits, self.state.contents()
+        found = {at for at, contents_before in before.items() if not same(now[at], contents_before)}
+        traits.changed_attributes |= found
+        traits.gradient_attributes |= {at for at in found if gradients_in(self.state.dicts[at[0]][at[1]])}
+        for at in before:
+            if at not in found and at not in self.state.containers:
+                self._copies.pop(at, None)
 
     def link(self, run: Run, owner: "CallOwner", token: Tensor) -> Escaped:
         """Makes the outputs of a run part of the caller's autograd graph."""
@@ -436,7 +474,8 @@ class Call:
         copies = self._copies
         replica = self.layer.borrow()
         try:
-            self._copies = {at: c.clone() if isinstance(c, Tensor) else c.copy() for at, c in copies.items()}
+            made: dict[int, Any] = {}
+            self._copies = {at: copy_of(c, made) for at, c in copies.items()}
             self.parameters = [
                 nn.Parameter(p.detach().to(self._half[i]), requires_grad=p.requires_grad) if i in self._half else p
                 for i, p in enumerate(full)
@@ -461,6 +500,11 @@ class Call:
             " numbers, such as a counter, a cache or a global. Make the layer depend on its arguments only, or keep it"
             " out of the pipeline with RoundPipeStrategy(layers=...)."
         )
+
+    def check_nothing_escaped(self) -> None:
+        """After the whole backward: parameters get their gradients from :meth:`backward` alone."""
+        if any(leaf.grad is not None for leaf in self.parameters):
+            raise RecomputeError(_escaped(self.label))
 
     def _find_foreign_parameters(self, outputs: Sequence[Tensor]) -> None:
         known = {id(leaf) for leaf in self.parameters}
@@ -500,9 +544,8 @@ class Call:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
-                    entered = Enter.apply(
-                        torch.empty(0, requires_grad=True), *(inputs[i] for i in self.gradient_inputs)
-                    )
+                    token = torch.empty(0, requires_grad=True)
+                    entered = _EnterCall.apply(self.label, token, *(inputs[i] for i in self.gradient_inputs))
                     edges = [get_gradient_edge(tensor) for tensor in entered]
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
@@ -527,9 +570,14 @@ class Call:
                 merge_norm_statistics=self.merge_norm_statistics,
                 copies={} if first else self._copies,
                 code=self.compiled,
+                holding=self.state.holding if self.record else self.layer.traits.gradient_attributes,
             )
-            output = replica.forward(*args, **kwargs)
-            hook_calls = [(c.module, c.args, c.kwargs, c.output) for c in replica.hook_calls]
+            _thread.runs_again = not first
+            try:
+                output = replica.forward(*args, **kwargs)
+            finally:
+                _thread.runs_again = False
+            hook_calls = [(c.module, c.args, c.kwargs, c.output, c.moment) for c in replica.hook_calls]
             changed = [i for i, version in versions if inputs[i]._version != version]
             memories = [memory for i in changed if (memory := _memory(inputs[i])) is not None]
             if len(set(memories)) < len(memories):
@@ -539,8 +587,9 @@ class Call:
                     " of the pipeline with RoundPipeStrategy(layers=...)."
                 )
             changed_inputs = [inputs[i] for i in changed]
-            escaped = (output, hook_calls, replica.attribute_changes(), built.changes(), changed_inputs)
-            return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed)
+            held = replica.held_gradients()
+            escaped = (output, hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
+            return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed, held)
 
     def _put_random_state(self) -> None:
         """As it was in the first run."""
@@ -600,6 +649,19 @@ class Enter(torch.autograd.Function):
         return (None, *gradients)
 
 
+class _EnterCall(torch.autograd.Function):
+    """The same for a layer call, whose backward ends there: what comes further has left the layer unnoticed."""
+
+    @staticmethod
+    def forward(ctx: Any, label: str, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.label = label
+        return tuple(tensor.detach() for tensor in inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(_escaped(ctx.label))
+
+
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -629,13 +691,17 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def _escaped(label: str) -> str:
+    return (
+        f"{label}: a tensor made inside the layer is used outside it, but did not leave it as an output, an attribute,"
+        " a changed argument or through a forward hook. Its gradient cannot be computed. Return it from the layer, or"
+        " keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+    )
+
+
 def _saving_nothing(label: str) -> AbstractContextManager[Any]:
     def unpack(_: None) -> Tensor:
-        raise RuntimeError(
-            f"{label}: a tensor made inside the layer is used outside it, but did not leave it as an output, an"
-            " attribute, a changed argument or through a forward hook. Its gradient cannot be computed. Return it from"
-            " the layer, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
-        )
+        raise RuntimeError(_escaped(label))
 
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
