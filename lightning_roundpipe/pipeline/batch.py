@@ -55,9 +55,24 @@ class Microbatch:
         self.norm_statistics: list[NormStatistics] = []
         self.calls_left: dict[Unit, int] = {}
         self.units_left: set[Unit] = set()
+        self.units_awaited: set[Unit] = set()
+        """Units whose optimizer step this microbatch knows to be done."""
+        self.flagged: dict[nn.Parameter, None] = {}
+        """Parameters whose ``requires_grad`` the code between layers has set."""
+        self.frozen: set[int] = set()
+        """Those of them, by id, that were frozen when the step ended: autograd leaves them without gradient."""
+        self._graph_task = -1
         self.where = ""
         self.phase = "forward"
         self.mode: OutsideParameters | None = None
+
+    def note_graph_task(self) -> None:
+        """Called by autograd when it begins with the loss."""
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def in_graph_task(self) -> bool:
+        """Whether autograd is in the loss's own graph, and not in one within it (a reentrant checkpoint's)."""
+        return torch._C._current_graph_task_id() == self._graph_task
 
     @property
     def label(self) -> str:
@@ -100,6 +115,8 @@ class Batch:
         self.stage_kind: dict[int, Kind] = {}
         self.private_before: dict[tuple[int, str], Any] = {}
         """Attributes that each microbatch has for itself, as they were before the batch."""
+        self.pending_units: set[Unit] = set()
+        """Units whose optimizer step was not done when the batch began."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
         self._forwards_left = self.microbatches

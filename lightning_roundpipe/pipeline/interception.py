@@ -128,6 +128,7 @@ class OutsideParameters(TorchFunctionMode):
         stand_in: The leaf that stands for a parameter in this microbatch.
         settle: Waits until a parameter's pending optimizer step is done.
         touched: Told of a parameter whose own memory the code was given, and whether it certainly changes it.
+        flagged: Told of a parameter whose ``requires_grad`` is going to be changed.
     """
 
     def __init__(
@@ -136,12 +137,14 @@ class OutsideParameters(TorchFunctionMode):
         stand_in: Callable[[nn.Parameter], Tensor],
         settle: Callable[[nn.Parameter], None],
         touched: Callable[[nn.Parameter, bool], None],
+        flagged: Callable[[nn.Parameter], None],
     ) -> None:
         super().__init__()
         self._owns = owns
         self._stand_in = stand_in
         self._settle = settle
         self._touched = touched
+        self._flagged = flagged
         self._paused = False
 
     @contextmanager
@@ -167,6 +170,8 @@ class OutsideParameters(TorchFunctionMode):
                 self._touched(args[0], True)
             args = tuple(self.replace(item) for item in args)
             kwargs = {key: self.replace(item) for key, item in kwargs.items()}
+        elif involved and _freezes_or_unfreezes(func, args, kwargs):
+            self._flagged(args[0])
         return func(*args, **kwargs)
 
     def _with_masters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -202,6 +207,17 @@ def _touches_memory(func: Callable[..., Any]) -> bool:
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     return name in ("__deepcopy__", "__reduce_ex__", "set_", "untyped_storage", "data_ptr", "numpy", "share_memory_")
+
+
+def _freezes_or_unfreezes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad":
+        wanted = args[1]
+    elif name == "requires_grad_":
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    else:
+        return False
+    return bool(wanted) != args[0].requires_grad
 
 
 def _changes_in_place(func: Callable[..., Any]) -> bool:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
-from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
+from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.interception import (
     Interception,
     OutsideParameters,
@@ -101,8 +101,9 @@ class Pipeline(CallOwner):
         self._threads: list[WorkThread] = []
         self._units_outside: dict[Unit, None] = {}
         """Units that the code between layers has used."""
-        self._direct: dict[nn.Parameter, None] = {}
-        self._direct_handles: list[RemovableHandle] = []
+        self._catcher = GradientCatcher(self.store.parameters(), self._catch_gradient)
+        self._units_past_us: set[Unit] = set()
+        """Units whose parameters autograd has reached past our stand-ins, by custom functions, say."""
         self._batch: Batch | None = None
         self._left_random_state: Tensor | None = None
         self.serial_reason: str | None = None
@@ -144,10 +145,9 @@ class Pipeline(CallOwner):
                 " Change them before fit, or call fit again after the change."
             )
         self.store.refresh(values=values_changed)
-        if self._direct:
-            self.wait_backward()  # it still puts gradients of these into `.grad`
-        for parameter in self._direct:
-            parameter.grad = None  # what is there is in the sums
+        self._catcher.refresh()
+        if self._units_past_us and self._batch is not None and self._batch.released:
+            self.wait_backward()  # a reentrant checkpoint runs the user's own modules in it
         plan = self._plan_for(deferred)
         batch = Batch(
             self.monitor,
@@ -161,6 +161,7 @@ class Pipeline(CallOwner):
             self.gradients.begin_batch(len(weights)),
             self.store.version_for_next_batch(),
         )
+        batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self.batches += 1
         self.step += 1
         self.last_microbatches = batch.microbatches
@@ -219,8 +220,7 @@ class Pipeline(CallOwner):
         self.monitor.fail(Cancelled())
         for thread in self._threads:
             thread.close()
-        for handle in self._direct_handles:
-            handle.remove()
+        self._catcher.close()
         self._threads = []
         self._batch = None
 
@@ -341,9 +341,10 @@ class Pipeline(CallOwner):
         try:
             if batch.serial:
                 self.turnstiles.enter((batch.number, _serial(index, False)))
+                self.store.wait(list(self._units_past_us), batch.version, batch.number)
                 place = self.baton.request()
             else:  # the steps begin in the order of the microbatches, and need not wait for parameters on the way
-                self.store.wait(self._units_outside, batch.version, batch.number)
+                self.store.wait(list(self._units_outside), batch.version, batch.number)
                 self.turnstiles.enter((batch.number, _start(index)))
                 place = self.baton.request()
                 self.turnstiles.leave((batch.number, _start(index)))
@@ -358,8 +359,6 @@ class Pipeline(CallOwner):
                 self.turnstiles.enter((batch.number, _serial(index, True)))
             if loss is not None:
                 self._backward(microbatch, loss)
-                if batch.records:
-                    self._find_direct_gradients(microbatch)
             self.turns.pass_remaining(microbatch)
             self._finish_units(microbatch)
             if batch.serial:
@@ -383,11 +382,13 @@ class Pipeline(CallOwner):
             lambda parameter: self._stand_in(microbatch, parameter),
             lambda parameter: self._settle(microbatch, parameter, self.store.enqueued),
             lambda parameter, written: self._touched(microbatch, parameter, written),
+            lambda parameter: self._flagged(microbatch, parameter),
         )
         self._take_baton(microbatch, place)
         try:
             with handling_calls(lambda layer, args, kwargs: self._call(microbatch, layer, args, kwargs)), mode:
                 loss = step()
+            microbatch.frozen = {id(parameter) for parameter in microbatch.flagged if not parameter.requires_grad}
         finally:
             self._release_baton(microbatch)
         if batch.plan is not None:
@@ -404,13 +405,15 @@ class Pipeline(CallOwner):
         batch.wait_released()
         seed = torch.full_like(loss, batch.weights[microbatch.index] * batch.scale())
         microbatch.in_backward = True
+        handle = loss.register_hook(lambda _: microbatch.note_graph_task())
         self._take_baton(microbatch)
         try:
             torch.autograd.backward(loss, seed)
         finally:
             self._release_baton(microbatch)
+            handle.remove()
         for parameter, leaf in microbatch.stand_ins.values():
-            if leaf.grad is not None:
+            if leaf.grad is not None and id(parameter) not in microbatch.frozen:
                 batch.gradients.add(microbatch.index, parameter, leaf.grad)
                 leaf.grad = None
 
@@ -442,6 +445,7 @@ class Pipeline(CallOwner):
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
+            microbatch.units_awaited.update(store.units_of_layer(layer))
             if not grad:
                 run_mode = Mode.PLAIN
             elif (
@@ -535,7 +539,8 @@ class Pipeline(CallOwner):
                     lambda: call.backward(device, gradients, parameters=parameters),
                 )
             for parameter, gradient in found:
-                batch.gradients.add(microbatch.index, parameter, gradient)
+                if id(parameter) not in microbatch.frozen:
+                    batch.gradients.add(microbatch.index, parameter, gradient)
             self._count_down(microbatch, call)
             place = self.baton.request()
             self.turns.leave_backward(microbatch, call)
@@ -640,6 +645,7 @@ class Pipeline(CallOwner):
     def _settle(self, microbatch: Microbatch, parameter: nn.Parameter, version: int) -> None:
         """Waits for a parameter that the code between layers uses. Not with the baton: the step may depend on it."""
         unit = self.store.unit_of(parameter)
+        microbatch.units_awaited.add(unit)
         if unit.done < version:
             self._release_baton(microbatch)
             self.store.wait((unit,), version, microbatch.batch.number)
@@ -659,44 +665,80 @@ class Pipeline(CallOwner):
                 " training_step, or train with RoundPipeStrategy(microbatches=1)."
             )
 
+    def _flagged(self, microbatch: Microbatch, parameter: nn.Parameter) -> None:
+        """The code between layers sets a parameter's ``requires_grad``, which all microbatches see."""
+        microbatch.flagged[parameter] = None
+        batch = microbatch.batch
+        if batch.microbatches == 1:
+            return
+        self.run_serially("the step freezes or unfreezes parameters")
+        if not batch.serial:
+            raise RuntimeError(
+                f"The step freezes or unfreezes the parameter {self.store.name(parameter)!r}, which it did not do in"
+                " the first batch, while other microbatches compute with it. Do it from the first batch on, outside of"
+                " training_step, or train with RoundPipeStrategy(microbatches=1)."
+            )
+
     def _count_calls(self, microbatch: Microbatch) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
         microbatch.units_left = set(units)
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
+        late |= self._units_past_us
         left = microbatch.calls_left
         for call in microbatch.calls:
+            called = self.store.units_of_layer(call.layer)
             if call.differentiable:
-                for unit in self.store.units_of_layer(call.layer):
+                for unit in called:
                     left[unit] = left.get(unit, 0) + 1
-        late |= {self.store.unit_of(parameter) for parameter in self._direct}
+            elif self._units_past_us:
+                late.update(called)  # a reentrant checkpoint may run it again, with gradients
         for unit in late:
             left[unit] = -1  # finished at the very end
         for unit in units:
             if unit not in left:
                 self._finish_unit(microbatch, unit)
 
-    def _find_direct_gradients(self, microbatch: Microbatch) -> None:
-        """First batch: parameters that autograd reached past our stand-ins, by custom functions, say."""
-        for parameter in self.store.parameters():
-            if parameter.grad is None or parameter in self._direct:
-                continue
-            if self.store.staleness:
-                raise RuntimeError(
-                    f"The parameter {self.store.name(parameter)!r} is used outside its layer in a way that hides it"
-                    " from the pipeline (a custom autograd function or a reentrant checkpoint), so it cannot be the"
-                    " value one step behind. Use strategy='roundpipe' (staleness 0)."
-                )
-            self._direct[parameter] = None
-            self._catch_gradient(parameter)
-            handle = parameter.register_post_accumulate_grad_hook(self._catch_gradient)
-            self._direct_handles.append(handle)
-
-    def _catch_gradient(self, parameter: nn.Parameter) -> None:
+    def _catch_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        """A gradient that autograd computed for a parameter itself, past our stand-ins."""
         microbatch: Microbatch | None = getattr(_running, "microbatch", None)
-        if microbatch is not None and parameter.grad is not None:
-            microbatch.batch.gradients.add(microbatch.index, parameter, parameter.grad)
-            parameter.grad = None
+        if microbatch is None:
+            return False  # the user's own backward on the main thread
+        batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
+        if not microbatch.in_backward:
+            raise RuntimeError(
+                f"The gradient of the parameter {name!r} is computed by a backward within training_step, before the"
+                " step's own. Return one loss, or use manual optimization."
+            )
+        how = (
+            "in a way that hides it from the pipeline (a custom autograd function, a reentrant checkpoint or a script)"
+        )
+        if self.store.staleness:
+            raise RuntimeError(
+                f"The parameter {name!r} is used {how}, so it cannot be the value one step behind. Use"
+                " strategy='roundpipe' (staleness 0)."
+            )
+        if unit not in self._units_past_us:
+            known_in_time = not batch.gradients.has_finished(microbatch.index, unit) and (
+                unit not in batch.pending_units or unit in microbatch.units_awaited
+            )
+            if not (batch.records or known_in_time):
+                raise RuntimeError(
+                    f"The parameter {name!r} is used {how}, which it was not in the first batch, so its optimizer step"
+                    " was not waited for. Use it so from the first batch on, pass it to torch functions between layers"
+                    " or within its layer, or step in line with RoundPipeStrategy(background_step=False)."
+                )
+            self._units_past_us.add(unit)
+            self._units_outside[unit] = None
+            if any(layer.traits.writes_state or layer.norms(training=True) for layer in self.layers):
+                self.run_serially("a reentrant checkpoint may run a layer again that writes its own state")
+        if id(parameter) in microbatch.frozen:
+            return True
+        if microbatch.in_graph_task() and not parameter._backward_hooks:
+            batch.gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
+        else:
+            batch.gradients.deposit(microbatch.index, parameter, gradient, alone=not microbatch.in_graph_task())
+        return True
 
     def _count_down(self, microbatch: Microbatch, call: Call) -> None:
         left = microbatch.calls_left

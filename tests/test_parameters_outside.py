@@ -1,0 +1,277 @@
+"""Parameters that user code reaches past the pipeline: by custom autograd functions, reentrant checkpoints, scripts, or
+between batches. They train to the same bits as in plain Lightning, whatever the order of events, or end with an error
+that says what to do.
+"""
+
+import random
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_equal, differs, fit_microbatches, fit_pipeline, result, weights
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_roundpipe.pipeline import turnstile
+
+WIDTH, SIZE, BATCHES = 6, 12, 4
+WAYS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3)]
+"""Numbers of microbatches and devices."""
+
+
+@pytest.fixture(autouse=True)
+def in_double_precision() -> None:
+    torch.set_default_dtype(torch.float64)
+
+
+def data(count: int = BATCHES) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(SIZE, WIDTH, generator=generator), torch.randn(SIZE, WIDTH, generator=generator))
+        for _ in range(count)
+    ]
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+class Outside(L.LightningModule):
+    """Three blocks and a weight of its own. A case says how its `output` comes about."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(block(), block(), block())
+        self.weight = nn.Parameter(torch.full((WIDTH,), 1.1))
+
+    def output(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(self.output(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+
+
+Kind = Callable[[], L.LightningModule]
+
+
+def make(kind: Kind) -> L.LightningModule:
+    torch.manual_seed(7)
+    return kind()
+
+
+@cache
+def expected(kind: Kind, m: int, accumulate: int = 1) -> dict:
+    reference = result(fit_microbatches(make(kind), data(), m, accumulate_grad_batches=accumulate))
+    assert differs(reference["weights"], weights(make(kind)))
+    return reference
+
+
+def trained(kind: Kind, m: int, devices: int, run: dict[str, Any] | None = None, **options: Any) -> dict:
+    return result(fit_pipeline(make(kind), data(), m, devices, run=run, **options))
+
+
+def delay_handovers(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    chance = random.Random(seed)
+    monkeypatch.setattr(turnstile, "handover_hook", lambda: time.sleep(chance.random() * 1e-3))
+
+
+# --- gradients that autograd computes for the parameters themselves
+
+PAST_US: list[type[Outside]] = []
+
+
+def past_us(kind: type[Outside]) -> type[Outside]:
+    PAST_US.append(kind)
+    return kind
+
+
+class Multiply(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return gradient * weight, (gradient * x).sum(0)
+
+
+@past_us
+class CustomFunction(Outside):
+    def output(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = Multiply.apply(layer(x), self.weight)
+        return x
+
+
+@past_us
+class CustomFunctionOfALayersParameter(Outside):
+    """The layer's gradients are complete long before the custom function's: it stands at the very beginning."""
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(Multiply.apply(x, self.net[2][0].bias))
+
+
+@past_us
+class CustomFunctionWithHooks(CustomFunction):
+    """A hook on a parameter sees each gradient once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.register_hook(lambda gradient: gradient * 0.5 + 0.01)
+
+
+class HookOnAParameterUsedInTwoWays(CustomFunctionOfALayersParameter):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2][0].bias.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+
+
+@past_us
+class ReentrantBetweenLayers(Outside):
+    def output(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = checkpoint(lambda x: torch.sin(x * self.weight), layer(x), use_reentrant=True)
+        return x
+
+
+@past_us
+class ReentrantAroundLayers(Outside):
+    def output(self, x: Tensor) -> Tensor:
+        x = self.net[0](x)
+        for layer in self.net[1:]:
+            x = checkpoint(lambda x, layer=layer: layer(x) * self.weight, x, use_reentrant=True)
+        return x
+
+
+@past_us
+class ReentrantAndNot(Outside):
+    """A layer is called within a checkpoint and outside of it."""
+
+    def output(self, x: Tensor) -> Tensor:
+        x = checkpoint(self.net[1], self.net[0](x), use_reentrant=True)
+        return self.net[2](self.net[1](x) * self.weight)
+
+
+class Unfreezes(Outside):
+    """Frozen when a batch begins; whether it is when the step ends decides about its gradient."""
+
+    frozen_again = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight.requires_grad_(False)
+
+    def output(self, x: Tensor) -> Tensor:
+        self.weight.requires_grad = True
+        x = Multiply.apply(self.net(x), self.weight) * self.weight
+        self.weight.requires_grad_(not self.frozen_again)
+        return x
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@past_us
+class UnfrozenByTheStep(Unfreezes):
+    pass
+
+
+@past_us
+class UnfrozenForAWhile(Unfreezes):
+    frozen_again = True
+
+
+@past_us
+class FrozenAcrossCalls(Outside):
+    """A layer is frozen while others are called: each microbatch must find the flags that it has set."""
+
+    def output(self, x: Tensor) -> Tensor:
+        self.net[2].requires_grad_(False)
+        judged = self.net[2](self.net[1](self.net[0](x)))
+        self.net[2].requires_grad_(True)
+        return judged + self.net[2](self.net[0](x)) * self.weight
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize("kind", PAST_US)
+def test_gradients_past_the_pipeline(kind: Kind, m: int, devices: int, accumulate: int) -> None:
+    run = {"accumulate_grad_batches": accumulate}
+    assert_equal(trained(kind, m, devices, run), expected(kind, m, accumulate))
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", [CustomFunction, CustomFunctionOfALayersParameter, ReentrantAroundLayers])
+def test_no_timing_loses_them(kind: Kind, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Lightning's zero_grad nor the next batch on the main thread meets them, however late the backward is."""
+    references = {m: expected(kind, m, accumulate) for m in (1, 2, 3, 4)}
+    for repetition in range(24):
+        m, devices = 1 + repetition % 4, 1 + repetition % 3
+        delay_handovers(monkeypatch, repetition)
+        found = trained(kind, m, devices, {"accumulate_grad_batches": accumulate})
+        assert_equal(found, references[m], f"repetition {repetition}")
+
+
+@pytest.mark.parametrize("options", [{"background_step": False}, {"microbatches": 2}], ids=["in line", "background"])
+def test_dot_grad_stays_clean(options: dict[str, Any]) -> None:
+    """What is in `.grad` before and during fit is the user's."""
+    seen = []
+
+    class Watching(CustomFunction):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            seen.append(self.weight.grad)
+            return super().training_step(batch, batch_idx)
+
+    fit_pipeline(make(Watching), data(), 2, 2, **{k: v for k, v in options.items() if k != "microbatches"})
+    assert len(seen) == 2 * BATCHES
+    if "microbatches" in options:
+        assert all(gradient is None for gradient in seen)
+
+
+class CustomFunctionLater(Outside):
+    """The custom function comes up in the third batch, for a layer that is done by then."""
+
+    def output(self, x: Tensor) -> Tensor:
+        self.steps = getattr(self, "steps", 0)
+        return self.net(Multiply.apply(x, self.net[2][0].bias) if self.trainer.global_step > 1 else x)
+
+
+@pytest.mark.parametrize(("m", "devices"), [(1, 1), (2, 2), (4, 3)])
+def test_first_used_so_in_a_later_batch(m: int, devices: int) -> None:
+    with pytest.raises(RuntimeError, match=r"'net\.2\.0\.bias' is used.*not in the first batch.*Use it so from"):
+        trained(CustomFunctionLater, m, devices)
+
+
+@pytest.mark.parametrize("kind", [CustomFunction, ReentrantAroundLayers])
+@pytest.mark.parametrize("m", [1, 2])
+def test_refused_one_step_behind(kind: Kind, m: int) -> None:
+    with pytest.raises(RuntimeError, match="cannot be the value one step behind.*staleness 0"):
+        trained(kind, m, 2, staleness=1)
+
+
+def test_a_hook_that_cannot_see_the_sum_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"'net\.2\.0\.bias', which has a hook.*cannot see the sum"):
+        trained(HookOnAParameterUsedInTwoWays, 2, 2)
+
+
+class BackwardWithinTheStep(CustomFunction):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        Multiply.apply(batch[0], self.weight).sum().backward()
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_backward_within_the_step_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="backward within training_step.*manual optimization"):
+        trained(BackwardWithinTheStep, 2, 2)
