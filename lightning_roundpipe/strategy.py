@@ -29,6 +29,7 @@ from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
@@ -113,6 +114,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         self._batch: Batch | None = None
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
+        self._between: UseBetweenBatches | None = None
         self._settled = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
@@ -205,6 +207,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         pipeline.on_serial = _say_serial
         self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
         self._worker.skip_to(pipeline.store.enqueued)
+        self._between = UseBetweenBatches(pipeline.store.owns, self.settle)
         self._restored = self._last_state = None
         self._fresh_metrics = {}
         self._gradients_unused = False
@@ -220,7 +223,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
 
     def _close(self) -> None:
         pipeline, worker, state = self._pipeline, self._worker, self._state()
-        self._pipeline = self._worker = self._batch = None
+        if self._between is not None:
+            self._between.end()
+        self._pipeline = self._worker = self._batch = self._between = None
         self.steps_in_background = False
         if pipeline is None:
             return
@@ -285,6 +290,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         """Runs the step's forward in microbatches; their backward goes on when this returns."""
         module, trainer = self.lightning_module, self._trainer
         assert module is not None and trainer is not None
+        if self._between is not None:
+            self._between.end()  # the step waits for what it needs
         skips_backward = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # last epoch of SWA
         if not module.automatic_optimization or skips_backward:
             self.settle()
@@ -456,6 +463,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             return
         pipeline.check()
         if self.steps_in_background:
+            assert self._between is not None
+            self._between.begin()
             return
         pipeline.wait_backward()
         for parameter in pipeline.store.parameters():
@@ -514,6 +523,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if self._pipeline is not None and self._worker is not None:
             self._pipeline.wait_backward()
             self._pipeline.until(self._worker.wait_idle)
+            assert self._between is not None
+            self._between.end()
             self._settled = True
 
     # -- state -----------------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@ between batches. They train to the same bits as in plain Lightning, whatever the
 that says what to do.
 """
 
+import copy
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -13,10 +14,12 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_equal, differs, fit_microbatches, fit_pipeline, result, weights
+from helpers import assert_equal, differs, fit_microbatches, fit_pipeline, result, trainer_for, weights
 from torch import Tensor, nn
+from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
+from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.pipeline import turnstile
 
 WIDTH, SIZE, BATCHES = 6, 12, 4
@@ -275,3 +278,162 @@ class BackwardWithinTheStep(CustomFunction):
 def test_a_backward_within_the_step_is_refused() -> None:
     with pytest.raises(RuntimeError, match="backward within training_step.*manual optimization"):
         trained(BackwardWithinTheStep, 2, 2)
+
+
+# --- the model used between batches, on the main thread
+
+
+class Mined(torch.utils.data.IterableDataset):
+    """Weights each target by what the model says about the sample at the time when it is fetched."""
+
+    def __init__(self, model: L.LightningModule, use: Callable[[L.LightningModule, Tensor], Tensor]) -> None:
+        self.model, self.use = model, use
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for x, y in data(6):
+            with torch.no_grad():
+                yield x, y + self.use(self.model, x)
+
+
+class SlowSGD(torch.optim.SGD):
+    """Takes its time: whoever doesn't wait sees the weights before or in the middle of the step."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.02)
+        return super().step(closure)
+
+
+class Plain(Outside):
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.weight
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowSGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def forward_through_a_device_mode(model: Plain, x: Tensor) -> Tensor:
+    with torch.device("cpu"):
+        return model.net(x)
+
+
+USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "forward": lambda model, x: model.output(x),
+    "layer": lambda model, x: model.net[2](x),
+    "parameter": lambda model, x: x * model.weight,
+    "data": lambda model, x: x * model.net[0][0].weight.data.norm(),
+    "state dict": lambda model, x: x * model.state_dict()["net.2.0.bias"],
+    "vector": lambda model, x: x * nn.utils.parameters_to_vector(model.parameters()).norm(),
+    "copy": lambda model, x: copy.deepcopy(model.net)(x),
+    "numpy": lambda model, x: x * float(model.weight.detach().numpy().sum()),
+    "mode": forward_through_a_device_mode,
+}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("use", USES)
+def test_datasets_see_all_steps_made(use: str, accumulate: int) -> None:
+    def run(strategy: Any) -> dict:
+        model = make(Plain)
+        trainer = trainer_for(strategy, accumulate_grad_batches=accumulate)
+        trainer.fit(model, torch.utils.data.DataLoader(Mined(model, USES[use]), batch_size=None))
+        return result(trainer)
+
+    strategy = RoundPipeStrategy(microbatches=1)
+    assert_equal(run(strategy), run("auto"))
+    assert differs(run("auto")["weights"], weights(make(Plain)))
+
+
+class WithDataHooks(L.LightningDataModule):
+    """Hooks of a data module run between batches, too; and what it collates."""
+
+    def __init__(self, model: Plain, where: str) -> None:
+        super().__init__()
+        self.model, self.where = model, where
+
+    @torch.no_grad()
+    def look(self, where: str, batch: Any) -> Any:
+        x, y = batch
+        return (x, y + self.model.net(x)) if where == self.where else batch
+
+    def train_dataloader(self) -> torch.utils.data.DataLoader:
+        return torch.utils.data.DataLoader(
+            [tuple(sample) for batch in data() for sample in zip(*batch, strict=True)],
+            batch_size=SIZE,
+            collate_fn=lambda samples: self.look("collate", torch.utils.data.default_collate(samples)),
+        )
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.look("before", batch)
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        return self.look("transfer", batch)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return self.look("after", batch)
+
+
+@pytest.mark.parametrize("where", ["collate", "before", "transfer", "after"])
+def test_data_modules_see_all_steps_made(where: str) -> None:
+    def run(strategy: Any) -> dict:
+        model = make(Plain)
+        trainer = trainer_for(strategy)
+        trainer.fit(model, WithDataHooks(model, where))
+        return result(trainer)
+
+    strategy = RoundPipeStrategy(microbatches=1)
+    assert_equal(run(strategy), run("auto"))
+    assert strategy.report() is not None
+
+
+def test_ordinary_data_does_not_wait() -> None:
+    """Torch functions on other tensors settle nothing, and no mode stays on the stack."""
+    settled = []
+    strategy = RoundPipeStrategy(microbatches=2)
+
+    def ordinary(model: Plain, x: Tensor) -> Tensor:
+        if strategy._worker is not None:
+            settled.append(strategy._worker._finished == strategy._pipeline.store.enqueued)
+        _ = model.weight.shape, model.weight.requires_grad, model.device
+        return torch.stack(list(x)).mul(0.1)
+
+    model = make(Plain)
+    trainer_for(strategy).fit(model, torch.utils.data.DataLoader(Mined(model, ordinary), batch_size=None))
+    assert not all(settled)
+    assert not _get_current_function_mode_stack()
+
+
+class LeavesAModeOn(torch.utils.data.IterableDataset):
+    """A generator that is within a mode of its own whenever it hands out a batch."""
+
+    def __init__(self, model: Plain) -> None:
+        self.model = model
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        with torch.device("cpu"):
+            for x, y in data(6):
+                yield x, y + self.model.net(x).detach()
+
+
+def test_modes_of_generators() -> None:
+    def run(strategy: Any) -> dict:
+        model = make(Plain)
+        trainer = trainer_for(strategy)
+        trainer.fit(model, torch.utils.data.DataLoader(LeavesAModeOn(model), batch_size=None))
+        return result(trainer)
+
+    assert_equal(run(RoundPipeStrategy(microbatches=1)), run("auto"))
+    assert not _get_current_function_mode_stack()
+
+
+def test_an_error_leaves_no_mode_behind() -> None:
+    def fails(model: Plain, x: Tensor) -> Tensor:
+        if model.trainer.global_step == 3:
+            raise ValueError("no more data")
+        return x
+
+    model = make(Plain)
+    with pytest.raises(ValueError, match="no more data"):
+        trainer_for(RoundPipeStrategy(microbatches=2)).fit(
+            model, torch.utils.data.DataLoader(Mined(model, fails), batch_size=None)
+        )
+    assert not _get_current_function_mode_stack()

@@ -162,10 +162,10 @@ class OutsideParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        involved = self._any_parameter(args) or (kwargs and self._any_parameter(kwargs.values()))
-        if involved and _touches_memory(func):
+        involved = any_parameter(args, self._owns) or any_parameter(kwargs.values(), self._owns)
+        if involved and touches_memory(func):
             return self._with_masters(func, args, kwargs)
-        if involved and not _is_about_the_object(func):
+        if involved and not is_about_the_object(func):
             if not torch.is_grad_enabled() and args and _changes_in_place(func) and self._owns(args[0]):
                 self._touched(args[0], True)
             args = tuple(self.replace(item) for item in args)
@@ -191,18 +191,20 @@ class OutsideParameters(TorchFunctionMode):
                 self._settle(item)
                 return item
             return self._stand_in(item)
-        if type(item) in (list, tuple) and self._any_parameter(item):
+        if type(item) in (list, tuple) and any_parameter(item, self._owns):
             return type(item)(self.replace(part) for part in item)
         return item
 
-    def _any_parameter(self, items: Iterable[Any]) -> bool:
-        return any(
-            isinstance(item, nn.Parameter) or (type(item) in (list, tuple) and self._any_parameter(item))
-            for item in items
-        )
+
+def any_parameter(items: Iterable[Any], owns: Callable[[object], bool]) -> bool:
+    """Whether one of the module's parameters is among the items, or in lists and tuples among them."""
+    return any(
+        (isinstance(item, nn.Parameter) and owns(item)) or (type(item) in (list, tuple) and any_parameter(item, owns))
+        for item in items
+    )
 
 
-def _touches_memory(func: Callable[..., Any]) -> bool:
+def touches_memory(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
@@ -225,7 +227,7 @@ def _changes_in_place(func: Callable[..., Any]) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
 
 
-def _is_about_the_object(func: Callable[..., Any]) -> bool:
+def is_about_the_object(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _DIFFERENTIABLE_PROPERTIES
