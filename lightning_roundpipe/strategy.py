@@ -276,6 +276,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         module = trainer.lightning_module
         if any(parameter._post_accumulate_grad_hooks for parameter in module.parameters()):
             reasons.append("a parameter's post-accumulate-grad hook")
+        scripts = (part for part in module.modules() if isinstance(part, torch.jit.ScriptModule))
+        if any(parameter.requires_grad for script in scripts for parameter in script.parameters()):
+            reasons.append("a script (torch.jit)")
         if reasons:
             rank_zero_info(
                 "roundpipe: the optimizer steps in line, not in the background, because of "

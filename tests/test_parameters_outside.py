@@ -14,13 +14,26 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_equal, differs, fit_microbatches, fit_pipeline, result, trainer_for, weights
+from helpers import (
+    assert_alike,
+    assert_equal,
+    differs,
+    fit,
+    fit_microbatches,
+    fit_pipeline,
+    result,
+    trainer_for,
+    weights,
+)
 from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.pipeline import turnstile
+from lightning_roundpipe.pipeline.layers import find_layers
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 
 WIDTH, SIZE, BATCHES = 6, 12, 4
 WAYS = [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (4, 3)]
@@ -437,3 +450,178 @@ def test_an_error_leaves_no_mode_behind() -> None:
             model, torch.utils.data.DataLoader(Mined(model, fails), batch_size=None)
         )
     assert not _get_current_function_mode_stack()
+
+
+# --- scripts: they read parameters and compute gradients past every torch function
+
+SCRIPTED: list[type[Outside]] = []
+
+
+def scripted(kind: type[Outside]) -> type[Outside]:
+    SCRIPTED.append(kind)
+    return kind
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.scale
+
+    @torch.jit.export
+    def half(self, x: Tensor) -> Tensor:
+        return self.linear(x) * 0.5
+
+
+class SlowOutside(Outside):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowSGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@scripted
+class ScriptBetweenLayers(SlowOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(Scaled())
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net[2](self.script.half(self.net[1](self.script(self.net[0](x)))))
+
+
+@scripted
+class ScriptInAContainer(SlowOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(block(), torch.jit.script(Scaled()), block())
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class HoldsAScript(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(Scaled())
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.script(x))
+
+
+@scripted
+class ScriptInALayer(SlowOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(block(), HoldsAScript(), HoldsAScript())
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class Squashed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.squash = torch.jit.script(nn.Sequential(nn.Tanh(), nn.Softplus()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.squash(self.linear(x))
+
+
+class ScriptsWithoutTensors(SlowOutside):
+    """They stay within their layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(block(), Squashed(), Squashed())
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.weight
+
+
+@scripted
+class ScriptWithoutGradients(SlowOutside):
+    """A target by the very script that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(Scaled())
+
+    def output(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = self.script(x)
+        return self.script(self.net(x)) - target
+
+
+@scripted
+class Traced(SlowOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.traced = torch.jit.trace(Scaled(), torch.randn(2, WIDTH))
+        self.net = nn.Sequential(block(), nn.Sequential(torch.jit.trace(block(), torch.randn(2, WIDTH)), block()))
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(self.traced(x))
+
+
+@scripted
+class SharedWithAScript(SlowOutside):
+    """The script and a layer are of the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(self.net[1])
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.script(self.net(x))
+
+
+@torch.jit.script
+def scripted_product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.sin(x * weight)
+
+
+@scripted
+class ScriptedFunction(SlowOutside):
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(scripted_product(x, self.weight))
+
+
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripts(kind: Kind, m: int, devices: int) -> None:
+    assert_alike(trained(kind, m, devices), expected(kind, m), 1e-14)
+
+
+@pytest.mark.parametrize("kind", SCRIPTED)
+def test_scripts_are_refused_one_step_behind(kind: Kind) -> None:
+    with pytest.raises(RuntimeError, match=r"one step behind.*staleness 0"):
+        trained(kind, 2, 2, staleness=1)
+
+
+class FrozenScript(SlowOutside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.script = torch.jit.script(Scaled().requires_grad_(False))
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(self.script(x)) * self.weight
+
+
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize("kind", [FrozenScript, ScriptsWithoutTensors])
+def test_scripts_that_are_not_trained(kind: Kind, m: int, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer goes on in the background."""
+    submitted = []
+    submit = RoundPipeStrategy.submit_step
+    monkeypatch.setattr(RoundPipeStrategy, "submit_step", lambda *args: submitted.append(submit(*args)))
+    assert_equal(trained(kind, m, devices), expected(kind, m))
+    assert len(submitted) == BATCHES
+
+
+def test_what_holds_a_script_is_no_layer() -> None:
+    assert list(find_layers(make(ScriptInALayer))) == ["net.0.0", "net.1.linear", "net.2.linear"]
+    assert list(find_layers(make(ScriptsWithoutTensors))) == ["net.0.0", "net.1", "net.2"]

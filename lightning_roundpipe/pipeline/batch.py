@@ -57,6 +57,8 @@ class Microbatch:
         self.units_left: set[Unit] = set()
         self.units_awaited: set[Unit] = set()
         """Units whose optimizer step this microbatch knows to be done."""
+        self.lent: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Memory of parameters that the code between layers was given, and its version then."""
         self.flagged: dict[nn.Parameter, None] = {}
         """Parameters whose ``requires_grad`` the code between layers has set."""
         self.frozen: set[int] = set()

@@ -74,7 +74,7 @@ class Layer:
         self.index = index
         self.name = name
         self.module = module
-        self.modules = list(module.modules())
+        self.modules = own_modules(module)
         self.traits = Traits()
         self.parameters: list[nn.Parameter] = []
         self.parameter_slots: list[tuple[int, str, int | None]] = []
@@ -105,7 +105,7 @@ class Layer:
 
     def is_current(self) -> bool:
         """Whether the module still consists of the same modules and parameters."""
-        if len(self.modules) != sum(1 for _ in self.module.modules()):
+        if len(self.modules) != len(own_modules(self.module)):
             return False
         return self.has_own_parameters() and sum(len(module._parameters) for module in self.modules) == len(
             self.parameter_slots
@@ -214,6 +214,11 @@ class Layer:
         return False
 
 
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that a replica stands for: all but scripts, which have no tensors there."""
+    return [submodule for submodule in module.modules() if not isinstance(submodule, torch.jit.ScriptModule)]
+
+
 def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys()
 
@@ -248,10 +253,7 @@ class Replica:
             for module in layer.modules  # no __init__: the attributes come from the layer
         ]
         self._submodules = [
-            {
-                key: None if child is None else self.shells[layer._module_index[id(child)]]
-                for key, child in module._modules.items()
-            }
+            {key: None if child is None else self._inside(child, ()) for key, child in module._modules.items()}
             for module in layer.modules
         ]
         self._masters: dict[int, Any] = {}

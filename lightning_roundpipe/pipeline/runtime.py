@@ -379,15 +379,19 @@ class Pipeline(CallOwner):
         batch = microbatch.batch
         mode = microbatch.mode = OutsideParameters(
             self.store.owns,
-            lambda parameter: self._stand_in(microbatch, parameter),
-            lambda parameter: self._settle(microbatch, parameter, self.store.enqueued),
-            lambda parameter, written: self._touched(microbatch, parameter, written),
-            lambda parameter: self._flagged(microbatch, parameter),
+            stand_in=partial(self._stand_in, microbatch),
+            value=partial(self._value, microbatch),
+            memory=partial(self._memory, microbatch),
+            touched=partial(self._touched, microbatch),
+            flagged=partial(self._flagged, microbatch),
         )
         self._take_baton(microbatch, place)
         try:
             with handling_calls(lambda layer, args, kwargs: self._call(microbatch, layer, args, kwargs)), mode:
                 loss = step()
+            for parameter, tensor, version in microbatch.lent:
+                if tensor._version != version:
+                    self._touched(microbatch, parameter, tensor, True)
             microbatch.frozen = {id(parameter) for parameter in microbatch.flagged if not parameter.requires_grad}
         finally:
             self._release_baton(microbatch)
@@ -446,6 +450,7 @@ class Pipeline(CallOwner):
             microbatch.where = f"{call.label}; device {device.name}"
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
+            versions = [leaf._version for leaf in leaves]
             if not grad:
                 run_mode = Mode.PLAIN
             elif (
@@ -461,6 +466,9 @@ class Pipeline(CallOwner):
             self.turns.leave_forward(microbatch, call)
             self._take_baton(microbatch, place)
             microbatch.where = ""
+            for parameter, leaf, version in zip(layer.parameters, leaves, versions, strict=True):
+                if leaf._version != version:
+                    self._touched(microbatch, parameter, leaf, True)
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
         run.built.write_back(escaped.argument_changes)
@@ -636,11 +644,27 @@ class Pipeline(CallOwner):
         version = microbatch.batch.version
         self._settle(microbatch, parameter, version)
         leaf = self.store.full_precision_leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
+        microbatch.lent.append((parameter, leaf, leaf._version))
         leaf.is_stand_in = True  # type: ignore[attr-defined]  # so that a layer's graph shows where it leads
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
         microbatch.batch.used_outside.add(id(parameter))
         self._units_outside[self.store.unit_of(parameter)] = None
         return leaf
+
+    def _value(self, microbatch: Microbatch, parameter: nn.Parameter) -> Tensor:
+        """What the code between layers computes with, and may change, where gradients are disabled."""
+        if self.store.keeps_versions(parameter):
+            return self._stand_in(microbatch, parameter)
+        self._settle(microbatch, parameter, self.store.enqueued)
+        return parameter
+
+    def _memory(self, microbatch: Microbatch, parameter: nn.Parameter) -> Tensor:
+        """The memory that the code between layers gets when it asks for a parameter's own."""
+        if not self.store.keeps_versions(parameter):
+            self._settle(microbatch, parameter, self.store.enqueued)
+            return parameter
+        self._stand_in(microbatch, parameter)
+        return self.store.full_precision_leaf(parameter, microbatch.batch.version)
 
     def _settle(self, microbatch: Microbatch, parameter: nn.Parameter, version: int) -> None:
         """Waits for a parameter that the code between layers uses. Not with the baton: the step may depend on it."""
@@ -651,10 +675,22 @@ class Pipeline(CallOwner):
             self.store.wait((unit,), version, microbatch.batch.number)
             self._take_baton(microbatch)
 
-    def _touched(self, microbatch: Microbatch, parameter: nn.Parameter, written: bool) -> None:
-        """The code between layers got hold of a parameter's own memory, and may change it at this point of the step."""
-        self.store.follow(parameter)
+    def _touched(self, microbatch: Microbatch, parameter: nn.Parameter, memory: Tensor, written: bool) -> None:
+        """The code between layers got hold of a parameter's memory, and may change it at this point of the step."""
         batch = microbatch.batch
+        if self.store.keeps_versions(parameter):
+            if written:
+                raise RuntimeError(
+                    f"The step changes the parameter {self.store.name(parameter)!r} itself. With staleness 1 it has two"
+                    " values, the one that the step computes with and that after the optimizer's next step, and the"
+                    " change belongs to both. Change it in a hook after the step (on_train_batch_end), freeze it with"
+                    " requires_grad_(False) if the optimizer does not train it, or use strategy='roundpipe' (staleness"
+                    " 0)."
+                )
+            microbatch.lent.append((parameter, memory, memory._version))
+            return
+        self.store.follow(parameter)
+        batch.used_outside.add(id(parameter))
         if batch.microbatches == 1:
             return
         self.run_serially("the step changes parameters or takes their data")
