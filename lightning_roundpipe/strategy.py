@@ -57,7 +57,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: Into how many microbatches a batch is split; by default one more than devices. Never more than
             the batch has samples.
         staleness: 0: a batch computes with the parameters after the previous batch's optimizer step, as on one device.
-            1: with those one step before, so that the step is hidden behind the next batch's computation.
+            1: with those one step before, so that the step is hidden behind the next batch's computation. All that
+            ``training_step`` reads of trained parameters is then that old; it cannot change them itself.
         layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By
             default the repeated blocks of the model and what remains; see :func:`find_layers`.
         split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is

@@ -18,7 +18,6 @@ from helpers import (
     assert_alike,
     assert_equal,
     differs,
-    fit,
     fit_microbatches,
     fit_pipeline,
     result,
@@ -273,7 +272,7 @@ def test_first_used_so_in_a_later_batch(m: int, devices: int) -> None:
 @pytest.mark.parametrize("kind", [CustomFunction, ReentrantAroundLayers])
 @pytest.mark.parametrize("m", [1, 2])
 def test_refused_one_step_behind(kind: Kind, m: int) -> None:
-    with pytest.raises(RuntimeError, match="cannot be the value one step behind.*staleness 0"):
+    with pytest.raises(RuntimeError, match=r"cannot be the value one step behind.*staleness 0"):
         trained(kind, m, 2, staleness=1)
 
 
@@ -289,7 +288,7 @@ class BackwardWithinTheStep(CustomFunction):
 
 
 def test_a_backward_within_the_step_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="backward within training_step.*manual optimization"):
+    with pytest.raises(RuntimeError, match=r"backward within training_step.*manual optimization"):
         trained(BackwardWithinTheStep, 2, 2)
 
 
@@ -625,3 +624,245 @@ def test_scripts_that_are_not_trained(kind: Kind, m: int, devices: int, monkeypa
 def test_what_holds_a_script_is_no_layer() -> None:
     assert list(find_layers(make(ScriptInALayer))) == ["net.0.0", "net.1.linear", "net.2.linear"]
     assert list(find_layers(make(ScriptsWithoutTensors))) == ["net.0.0", "net.1", "net.2"]
+
+
+# --- parameters that the step itself writes
+
+WRITES: list[type[Outside]] = []
+
+
+def writes(kind: type[Outside]) -> type[Outside]:
+    WRITES.append(kind)
+    return kind
+
+
+class Writes(Outside):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+    def output(self, x: Tensor) -> Tensor:
+        h = self.net[0](x)
+        self.write(h)
+        return self.net[2](self.net[1](h)) * self.weight
+
+
+@writes
+class SetsItems(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        self.weight[0] = x.mean()
+        self.net[1][0].bias[1:3] = 0.3
+
+
+@writes
+class OneForAll(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        torch._foreach_mul_(list(self.net[1].parameters()), 0.9)
+
+
+@writes
+class WritesOut(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        torch.add(self.weight, x.mean(0), out=self.weight)
+
+
+@writes
+class WritesADetachedView(Writes):
+    def write(self, x: Tensor) -> None:
+        self.weight.detach()[1:].mul_(0.9)
+
+
+@writes
+class WritesInOneMicrobatchOnly(Writes):
+    """Which one, the data tells."""
+
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        if x.sum() > 0:
+            self.weight.mul_(0.9)
+
+
+@writes
+class Renormalizes(Writes):
+    def output(self, x: Tensor) -> Tensor:
+        ids = (x[:, :1].abs() * 10).long() % WIDTH
+        rows = F.embedding(ids[:, 0], self.net[1][0].weight, max_norm=0.5)
+        return self.net(x) + rows * self.weight
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, WIDTH, max_norm=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.embedding((x[:, 0].abs() * 10).long() % 4)
+
+
+@writes
+class RenormalizesInALayer(Outside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(block(), Embeds(), block())
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.weight
+
+
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize("kind", WRITES)
+def test_written_by_the_step(kind: Kind, m: int, devices: int) -> None:
+    assert_equal(trained(kind, m, devices), expected(kind, m))
+
+
+@pytest.mark.parametrize("kind", WRITES)
+def test_writes_are_refused_one_step_behind(kind: Kind) -> None:
+    with pytest.raises(RuntimeError, match=r"The step changes the parameter.*two values.*staleness 0"):
+        trained(kind, 2, 2, staleness=1)
+
+
+class WritesLater(Writes):
+    @torch.no_grad()
+    def write(self, x: Tensor) -> None:
+        if self.trainer.global_step > 1:
+            self.weight[0] = 0.1
+
+
+def test_written_first_in_a_later_batch() -> None:
+    with pytest.raises(RuntimeError, match=r"changes the parameter 'weight' itself.*not do in the first batch"):
+        trained(WritesLater, 2, 2)
+    assert_equal(trained(WritesLater, 1, 2), expected(WritesLater, 1))
+
+
+# --- other ways around the layers
+
+AROUND: list[type[Outside]] = []
+
+
+def around(kind: type[Outside]) -> type[Outside]:
+    AROUND.append(kind)
+    return kind
+
+
+@around
+class FunctionalCallOfItself(Outside):
+    def output(self, x: Tensor) -> Tensor:
+        scaled = {name: 0.9 * parameter for name, parameter in self.net.named_parameters()}
+        return torch.func.functional_call(self.net, scaled, (x,)) * self.weight + self.net(x)
+
+
+@around
+class InnerGradient(Outside):
+    """One inner step, as in MAML: on parameters of the step's own."""
+
+    def output(self, x: Tensor) -> Tensor:
+        fast = {name: parameter for name, parameter in self.net.named_parameters()}
+        inner = torch.func.functional_call(self.net, {k: p * 1.0 for k, p in fast.items()}, (x,)).pow(2).mean()
+        gradients = torch.autograd.grad(inner, list(fast.values()), create_graph=True, allow_unused=True)
+        return self.net(x) * self.weight + 0.0 * sum(g.sum() for g in gradients if g is not None)
+
+
+@around
+class VectorPenalty(Outside):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        penalty = nn.utils.parameters_to_vector(self.parameters()).pow(2).sum()
+        return F.mse_loss(self.net(x) * self.weight, y) + 0.01 * penalty
+
+
+@around
+class FlatNorms(Outside):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        norms = torch._foreach_norm(list(self.parameters()))
+        return F.mse_loss(self.net(x) * self.weight, y) + 0.01 * torch.stack(norms).sum()
+
+
+class Head(nn.Module):
+    def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
+        super().__init__()
+        self.linear = norm(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class NormOutside(Outside):
+    """The layer's normalized weight is used without calling the layer."""
+
+    norm: Callable[[nn.Module], nn.Module]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Head(type(self).norm)
+
+    def output(self, x: Tensor) -> Tensor:
+        return F.linear(self.net(x), self.head.linear.weight.T) * self.weight + self.head(x)
+
+
+@around
+class WeightNorm(NormOutside):
+    norm = staticmethod(nn.utils.parametrizations.weight_norm)
+
+
+@around
+class Orthogonal(NormOutside):
+    norm = staticmethod(nn.utils.parametrizations.orthogonal)
+
+
+@around
+class SpectralNormInGlue(Outside):
+    """A container's own parametrized weight, and its power iteration."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.matrix = nn.Parameter(torch.eye(WIDTH) + 0.1)
+        nn.utils.parametrizations.spectral_norm(self, "matrix")
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x) @ self.matrix * self.weight
+
+
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize("kind", AROUND)
+def test_around_the_layers(kind: Kind, m: int, devices: int) -> None:
+    assert_alike(trained(kind, m, devices), expected(kind, m), 1e-12)
+
+
+class CachedParametrization(NormOutside):
+    norm = staticmethod(nn.utils.parametrizations.weight_norm)
+
+    def output(self, x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return self.head(self.head(self.net(x))) * self.weight
+
+
+class CachedInGlue(SpectralNormInGlue):
+    def output(self, x: Tensor) -> Tensor:
+        with nn.utils.parametrize.cached():
+            return self.net(x @ self.matrix) @ self.matrix * self.weight
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("kind", [CachedParametrization, CachedInGlue])
+def test_cached_parametrizations_are_refused(kind: Kind, m: int) -> None:
+    with pytest.raises(RuntimeError, match=r"parametrize\.cached\(\).*Leave"):
+        trained(kind, m, 2)
+
+
+class KeepsItsGraph(Outside):
+    """A tensor made of a parameter in the first batch is used in the second, where autograd would allow it."""
+
+    def output(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "kept"):
+            self.kept = self.weight + 0.5
+        return self.net(x) * self.kept
+
+
+@pytest.mark.parametrize("m", [1, 2])
+def test_a_graph_that_outlives_its_microbatch_is_refused(m: int) -> None:
+    with pytest.raises(RuntimeError, match=r"parameter 'weight' in microbatch 1 of \d in batch 0 gets a gradient else"):
+        trained(KeepsItsGraph, m, 2)

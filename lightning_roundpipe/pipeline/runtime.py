@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
 
 from lightning_roundpipe.devices import Device
@@ -91,6 +92,7 @@ class Pipeline(CallOwner):
         self.attributes = ModuleAttributes(root, self.layers, self.run_serially)
         self.store = ParameterStore(root, self.layers, self.monitor, staleness)
         self.gradients = Gradients(self.store, self.monitor)
+        self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
         self.plan: Plan | None = None
         self.forward_costs = [Costs() for _ in self.layers]
         self.backward_costs = [Costs() for _ in self.layers]
@@ -423,6 +425,12 @@ class Pipeline(CallOwner):
 
     def _call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One layer call of the user's step."""
+        if self._parametrized and parametrize._cache_enabled:
+            raise RuntimeError(
+                f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), whose cache belongs to the"
+                " whole process, while layers run for several microbatches and again for the backward pass. Leave the"
+                " context out: a parametrization is computed once in each call."
+            )
         batch, store = microbatch.batch, self.store
         state = layer.attributes()
         attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
@@ -645,6 +653,8 @@ class Pipeline(CallOwner):
         self._settle(microbatch, parameter, version)
         leaf = self.store.full_precision_leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
         microbatch.lent.append((parameter, leaf, leaf._version))
+        if leaf.requires_grad:
+            leaf.register_hook(partial(_refuse_elsewhere, microbatch.label, self.store.name(parameter)))
         leaf.is_stand_in = True  # type: ignore[attr-defined]  # so that a layer's graph shows where it leads
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
         microbatch.batch.used_outside.add(id(parameter))
@@ -791,6 +801,16 @@ class Pipeline(CallOwner):
     def _finish_units(self, microbatch: Microbatch) -> None:
         for unit in sorted(microbatch.units_left, key=lambda unit: unit.index):
             self._finish_unit(microbatch, unit)
+
+
+def _refuse_elsewhere(label: str, parameter: str, gradient: Tensor) -> None:
+    """A leaf that stands for a parameter gets a gradient: in its own microbatch's backward, or nobody collects it."""
+    microbatch: Microbatch | None = getattr(_running, "microbatch", None)
+    if microbatch is None or microbatch.label != label:
+        raise RuntimeError(
+            f"A tensor that was made of the parameter {parameter!r} in {label} gets a gradient elsewhere, which would"
+            " be lost. Make such tensors anew in each training_step, or keep them detached."
+        )
 
 
 def _start(microbatch: int) -> Action:

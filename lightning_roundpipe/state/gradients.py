@@ -200,9 +200,9 @@ class BatchGradients:
         if deposit.index in parts and not deposit.alone:
             name = self._gradients.store.name(sum_.unit.parameters[deposit.index])
             raise RuntimeError(
-                f"The parameter {name!r}, which has a hook on its gradient, is used both by its layer or torch functions"
-                " and in a way that hides it from the pipeline (a custom autograd function or a script), so the hook"
-                " cannot see the sum of both. Use its value in the same way everywhere, or let the hook go."
+                f"The parameter {name!r}, which has a hook on its gradient, is used both by its layer or torch"
+                " functions and in a way that hides it from the pipeline (a custom autograd function or a script), so"
+                " the hook cannot see the sum of both. Use its value in the same way everywhere, or let the hook go."
             )
         sum_.add(deposit.index, deposit.gradient)
 

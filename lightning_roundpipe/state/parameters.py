@@ -39,8 +39,8 @@ class ParameterStore:
 
     With staleness 0 a layer computes with the master's own memory: the next step of a layer cannot come before its last
     use. With staleness 1 the optimizer is one step ahead of the layers, so each version is copied into one of two
-    buffers; a buffer is overwritten only when the batch that used it is complete. Frozen parameters have one value only:
-    that of the master, until they are unfrozen.
+    buffers; a buffer is overwritten only when the batch that used it is complete. Frozen parameters have one value
+    only, the master's, until they are unfrozen.
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[Layer], monitor: Monitor, staleness: int) -> None:
