@@ -208,7 +208,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         pipeline.on_serial = _say_serial
         self._worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
         self._worker.skip_to(pipeline.store.enqueued)
-        self._between = UseBetweenBatches(pipeline.store.owns, self.settle)
+        self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)
         self._restored = self._last_state = None
         self._fresh_metrics = {}
         self._gradients_unused = False
@@ -301,6 +301,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             self.settle()
             return super().training_step(*args, **kwargs)
         pipeline = self._pipeline or self._open()
+        assert self._between is not None
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         sizes = self._sizes(batch)
@@ -343,6 +344,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 pipeline.wait_backward()
         if len(pieces) > 1:
             logging.replay()
+        if any(loss is not None for loss in self._batch.losses):
+            pipeline.take_own_gradients()
+        if self._batch.deferred and self.steps_in_background:
+            self._between.begin()  # the user's own backward may use parameters that the batch did not
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
@@ -466,6 +471,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         if pipeline is None:
             return
         pipeline.check()
+        pipeline.add_own_gradients()
         if self.steps_in_background:
             assert self._between is not None
             self._between.begin()
@@ -530,6 +536,13 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             assert self._between is not None
             self._between.end()
             self._settled = True
+
+    def _settle_in_use(self) -> None:
+        """The same where the backward of the last batch may still be to come."""
+        if self._batch is not None and not self._batch.released:
+            self.settle_steps()
+        else:
+            self.settle()
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -866,3 +866,65 @@ class KeepsItsGraph(Outside):
 def test_a_graph_that_outlives_its_microbatch_is_refused(m: int) -> None:
     with pytest.raises(RuntimeError, match=r"parameter 'weight' in microbatch 1 of \d in batch 0 gets a gradient else"):
         trained(KeepsItsGraph, m, 2)
+
+
+# --- gradients that the user's own code on the main thread adds
+
+
+class PenaltyInBackward(Outside):
+    """Of a parameter that the step does not use: its background step may be pending."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart = nn.Parameter(torch.ones(3))
+
+    def output(self, x: Tensor) -> Tensor:
+        return self.net(x) * self.weight
+
+    def penalty(self) -> Tensor:
+        return 0.05 * (self.weight.pow(2).sum() + self.apart.pow(2).sum() + self.net[0][0].weight.pow(2).sum())
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss + self.penalty()).backward()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowSGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class PenaltyInItsOwnZeroGrad(PenaltyInBackward):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad()
+
+
+class PenaltyBeforeBackward(PenaltyInBackward):
+    def on_before_backward(self, loss: Tensor) -> None:
+        self.penalty().backward()
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward()
+
+
+class PenaltyAfterBackward(PenaltyBeforeBackward):
+    def on_before_backward(self, loss: Tensor) -> None:
+        pass
+
+    def on_after_backward(self) -> None:
+        self.penalty().backward()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize(
+    "kind", [PenaltyInBackward, PenaltyInItsOwnZeroGrad, PenaltyBeforeBackward, PenaltyAfterBackward]
+)
+def test_gradients_of_the_main_thread(kind: Kind, m: int, devices: int, accumulate: int) -> None:
+    """Once per batch: the reference is the whole batch."""
+    found = trained(kind, m, devices, {"accumulate_grad_batches": accumulate})
+    assert_alike(found, expected(kind, 1, accumulate), 1e-12)
+
+
+def test_a_penalty_with_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for repetition in range(12):
+        delay_handovers(monkeypatch, repetition)
+        m, devices = 1 + repetition % 4, 1 + repetition % 3
+        assert_alike(trained(PenaltyInBackward, m, devices), expected(PenaltyInBackward, 1), 1e-12)

@@ -106,6 +106,9 @@ class Pipeline(CallOwner):
         self._catcher = GradientCatcher(self.store.parameters(), self._catch_gradient)
         self._units_past_us: set[Unit] = set()
         """Units whose parameters autograd has reached past our stand-ins, by custom functions, say."""
+        self._own: list[tuple[nn.Parameter, Tensor]] | None = None
+        """Gradients of the main thread's own backward, while it is between a batch's forward and the end of that."""
+        self._main_thread = threading.get_ident()
         self._batch: Batch | None = None
         self._left_random_state: Tensor | None = None
         self.serial_reason: str | None = None
@@ -216,6 +219,18 @@ class Pipeline(CallOwner):
         if self._batch is not None:
             self.until(self._batch.wait_all)
         self.check()
+
+    def take_own_gradients(self) -> None:
+        """From now on, gradients that the main thread's own code computes belong to the last batch."""
+        self._own = []
+
+    def add_own_gradients(self) -> None:
+        """Adds what the main thread's own code has computed, such as a penalty in an overridden ``backward``."""
+        own, self._own = self._own, None
+        if own:
+            self.wait_backward()
+            for parameter, gradient in own:
+                self.gradients.add(parameter, gradient)
 
     def close(self) -> None:
         """Ends all threads. Whatever still runs is cancelled."""
@@ -749,7 +764,10 @@ class Pipeline(CallOwner):
         """A gradient that autograd computed for a parameter itself, past our stand-ins."""
         microbatch: Microbatch | None = getattr(_running, "microbatch", None)
         if microbatch is None:
-            return False  # the user's own backward on the main thread
+            if self._own is None or threading.get_ident() != self._main_thread:
+                return False
+            self._own.append((parameter, gradient))
+            return True
         batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
         if not microbatch.in_backward:
             raise RuntimeError(

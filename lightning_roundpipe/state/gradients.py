@@ -76,6 +76,11 @@ class Gradients:
         sum_ = self.sums[unit]
         return sum_.buffers[index] if sum_.filled[index] else None
 
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds to a parameter's sum, between batches."""
+        unit, index = self.position[id(parameter)]
+        self.sums[unit].add(index, gradient)
+
     def clear(self, unit: Unit) -> None:
         """Starts the unit's sums anew."""
         filled = self.sums[unit.index].filled
