@@ -75,6 +75,15 @@ def batch_size(batch: Any) -> int:
     return max(dict.fromkeys(length for length, _ in votes), key=support)  # of equals the first
 
 
+def can_be_split(batch: Any) -> bool:
+    """Whether :func:`batch_size` finds a number of samples."""
+    try:
+        batch_size(batch)
+    except UnsplittableBatchError:
+        return False
+    return True
+
+
 def split_sizes(samples: int, microbatches: int) -> list[int]:
     """Return how many samples each microbatch gets, the sizes of ``torch.tensor_split``.
 

@@ -72,10 +72,10 @@ class PipelineReport:
 
 def make_report(pipeline: Pipeline, wall_seconds: float) -> PipelineReport:
     """Reads a pipeline's present state."""
-    plan = pipeline.plan
     rows = []
     for layer in pipeline.layers:
-        positions = plan.positions.get(layer.index, []) if plan is not None else []
+        plan = next((plan for plan in pipeline.plans() if layer.index in plan.positions), None)
+        positions = plan.positions[layer.index] if plan is not None else []
         rows.append(
             LayerRow(
                 layer.name,

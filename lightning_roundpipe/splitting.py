@@ -1,15 +1,22 @@
 """Can this step's batch be split? The first batch tells: its loss against those of its microbatches.
 
+Where the step needs the whole batch, calls within it may still be split: those whose outputs are the same in parts.
+
 The extra runs leave no trace: they see no gradients and draw no random numbers, and what they do to metrics, logs,
 buffers, attributes and parameters is undone.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import operator
+import random
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,6 +24,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights, split
+from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
+from lightning_roundpipe.pipeline.interception import any_parameter, is_about_the_object
+from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.trees import map_tree
 
@@ -56,7 +66,7 @@ def gather_evidence(
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
-    candidates = {_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
+    candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
     evidence = _compare(module, batch, sizes, loss_of, candidates)
     masked = _with_labels_masked(batch)
     if evidence is None or masked is None or len(evidence.fits) < 2:
@@ -102,16 +112,137 @@ def count_labels(piece: Any) -> int:
     raise ValueError("The batch has no labels to count.")
 
 
-def _name(weight: LossWeight) -> str:
+def weight_name(weight: LossWeight) -> str:
+    """How a weighting is called in messages."""
     return weight if isinstance(weight, str) else getattr(weight, "__name__", "function")
+
+
+def find_split_calls(
+    module: nn.Module, layers: Sequence[nn.Module], batch: Any, microbatches: int, loss_of: LossOf
+) -> dict[tuple[nn.Module, Hashable], CallSplit] | None:
+    """The outermost calls of modules that hold layers, or are some, that give the same when they are split.
+
+    Args:
+        module: The user's module; left as it was.
+        layers: Its layers.
+        batch: The first batch; left as it was.
+        microbatches: Into how many parts to split.
+        loss_of: The user's step.
+
+    Returns:
+        How each is split, by module and :func:`signature` of its arguments. None where the loss says nothing: there is
+        none, or it is not finite.
+    """
+    whole = _loss(module, batch, loss_of)
+    if whole is None or not whole.isfinite():
+        return None
+    trial = _Trial(module, layers, microbatches)
+    with trial.intercepting():
+        joined = _loss(module, batch, loss_of)
+    return trial.splits if joined is not None and close(joined, whole) else {}
+
+
+class _Trial:
+    """Tries to split calls while the user's step runs, from the outermost ones inwards."""
+
+    def __init__(self, root: nn.Module, layers: Sequence[nn.Module], microbatches: int) -> None:
+        self.splits: dict[tuple[nn.Module, Hashable], CallSplit] = {}
+        self._root = root
+        self._microbatches = microbatches
+        inside = set(layers)
+        self._modules = [module for module in root.modules() if not inside.isdisjoint(module.modules())]
+        self._unfit: set[tuple[nn.Module, Hashable]] = set()
+        self._trying = False
+        self._escaped = False
+
+    @contextmanager
+    def intercepting(self) -> Iterator[None]:
+        own = [(module.__dict__, module.__dict__.get("forward")) for module in self._modules]
+        for module in self._modules:
+            module.__dict__["forward"] = partial(self._call, module, module.forward)
+        try:
+            yield
+        finally:
+            for attributes, forward in own:
+                if forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward
+
+    def _call(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._trying:
+            return forward(*args, **kwargs)
+        key = module, signature((args, kwargs))
+        found = None if key in self._unfit else self._try(module, forward, args, kwargs)
+        if found is None or self.splits.setdefault(key, found[0]) != found[0]:
+            self.splits.pop(key, None)
+            self._unfit.add(key)
+            return forward(*args, **kwargs)  # the calls within are tried
+        return found[1]
+
+    def _try(
+        self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[CallSplit, Any] | None:
+        """Nothing but the output may come out of a call that is split."""
+        self._trying, self._escaped = True, _is_looked_into(module)
+        log = self._root.__dict__.get("log")
+        traces: list[list[_Traces]] = []
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            traces.append([_traces(submodule) for submodule in module.modules()])
+            return output
+
+        try:
+            with undone(module):
+                self._root.__dict__["log"] = self._note_escape
+                found = find_split(run, args, kwargs, self._microbatches) if not self._escaped else None
+                # What is set up at the first call is no trace.
+                self._escaped |= not all(all(map(_same_traces, traces[0], later)) for later in traces[1:])
+        finally:
+            self._trying = False
+            if log is None:
+                self._root.__dict__.pop("log", None)
+            else:
+                self._root.__dict__["log"] = log
+        return None if self._escaped else found
+
+    def _note_escape(self, *args: Any, **kwargs: Any) -> None:
+        self._escaped = True
+
+
+_Traces = tuple[dict[str, Any], list[int], dict[str, Any], list[int]]
+
+
+def _traces(module: nn.Module) -> _Traces:
+    """The attributes, the sizes of those that are containers, and the buffers with their versions."""
+    attributes = dict(module.__dict__)
+    sizes = [len(value) for value in attributes.values() if isinstance(value, (list, dict, set, deque))]
+    buffers = dict(module._buffers)
+    return attributes, sizes, buffers, [buffer._version for buffer in buffers.values() if buffer is not None]
+
+
+def _same_traces(a: _Traces, b: _Traces) -> bool:
+    return same_items(a[0], b[0]) and same_items(a[2], b[2]) and a[1] == b[1] and a[3] == b[3]
+
+
+def _is_looked_into(module: nn.Module) -> bool:
+    """Whether hooks within the module may bring something out of it.
+
+    transformers' models collect what they return by hooks of their own; they bring nothing out of the model itself.
+    """
+    hooks = [
+        hook
+        for submodule in module.modules()
+        for hook in (*submodule._forward_hooks.values(), *submodule._forward_pre_hooks.values())
+    ]
+    is_model = hasattr(type(module), "base_model_prefix")
+    return any(not (is_model and (getattr(h, "__module__", None) or "").startswith("transformers.")) for h in hooks)
 
 
 def _loss(module: nn.Module, batch: Any, loss_of: LossOf) -> Tensor | None:
     batch = map_tree(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
-    with undone(module), torch.no_grad(), _Repeatable():
-        for submodule in module.modules():
-            if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
-                submodule.training = False  # that it normalizes per microbatch is known and no coupling of the loss
+    with comparable(module), torch.no_grad():
         loss = loss_of(batch)
         return None if loss is None else loss.detach().clone()
 
@@ -131,39 +262,93 @@ def _with_labels_masked(batch: Any) -> Any | None:
 
 
 @contextmanager
+def comparable(module: nn.Module) -> Iterator[None]:
+    """A batch and its parts compute the same in it, if the loss allows: without randomness, and with the running
+    statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
+    :func:`undone`.
+    """
+    with undone(module), _Repeatable():
+        for submodule in module.modules():
+            if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
+                submodule.training = False
+        yield
+
+
+@contextmanager
 def undone(module: nn.Module) -> Iterator[None]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
+    So are lists, dicts and sets, also within one another, and generators of its own. Other objects are not looked into.
     Parameters are not copied; see :class:`_Repeatable`.
     """
-    random = RandomState.capture()
+    generators = RandomState.capture()
     before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
-    tensors: dict[int, tuple[Tensor, Tensor]] = {}
-    containers: list[tuple[Any, Any]] = []
     buffers = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
-    values = [value for _, items in (*before, *buffers) for value in items.values()]
-    for value in values:
-        if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
-            tensors[id(value)] = (value, value.detach().clone())
-        elif type(value) in (list, dict, set):
-            containers.append((value, value.copy()))
+    contents = _Contents()
+    for _, items in (*before, *buffers):
+        for value in items.values():
+            contents.note(value)
     try:
         yield
     finally:
-        for container, contents in containers:
-            container.clear()
-            container.extend(contents) if isinstance(container, list) else container.update(contents)
         for submodule, attributes in before:
             submodule.__dict__.clear()
             submodule.__dict__.update(attributes)
-        for items, contents in buffers:
+        for items, values in buffers:
             items.clear()
-            items.update(contents)
+            items.update(values)
+        contents.put_back()
+        generators.restore()
+
+
+class _Contents:
+    """What was in tensors, containers and generators."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
+        self._containers: dict[int, tuple[Any, Any]] = {}
+        self._generators: dict[int, tuple[Any, Any]] = {}
+
+    def note(self, value: Any) -> None:
+        kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
+        if issubclass(kind, Tensor):
+            if not issubclass(kind, nn.Parameter):
+                self._tensors.setdefault(id(value), (value, value.detach().clone()))
+        elif issubclass(kind, (list, dict, set, deque)) and id(value) not in self._containers:
+            plain = dict if issubclass(kind, dict) else list
+            self._containers[id(value)] = (value, plain(value))
+            for item in value.values() if plain is dict else value:
+                self.note(item)
+        elif issubclass(kind, tuple):
+            for item in value:
+                self.note(item)
+        elif issubclass(kind, torch.Generator):
+            self._generators[id(value)] = (value.set_state, value.get_state())
+        elif issubclass(kind, random.Random):
+            self._generators[id(value)] = (value.setstate, value.getstate())
+        elif issubclass(kind, numpy.random.Generator):
+            bits = value.bit_generator
+            self._generators[id(value)] = (partial(setattr, bits, "state"), bits.state)
+
+    def put_back(self) -> None:
+        for container, contents in self._containers.values():
+            if _holds(container, contents):
+                continue
+            container.clear()
+            container.update(contents) if isinstance(container, (dict, set)) else container.extend(contents)
         with torch.no_grad():
-            for tensor, value in tensors.values():
-                if tensor._version or not torch.equal(tensor, value):
+            for tensor, value in self._tensors.values():
+                if not torch.equal(tensor, value):
                     tensor.data.copy_(value)
-        random.restore()
+        for set_state, state in self._generators.values():
+            set_state(state)
+
+
+def _holds(container: Any, contents: Any) -> bool:
+    """Whether a container holds the very objects that it held."""
+    if isinstance(container, dict):
+        return list(container) == list(contents) and all(container[key] is contents[key] for key in contents)
+    return len(container) == len(contents) and all(map(operator.is_, container, contents))
 
 
 class _Repeatable(TorchFunctionMode):
@@ -201,12 +386,27 @@ class _Repeatable(TorchFunctionMode):
         elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) > 5:
             position = 5 if isinstance(args[4], int) and not isinstance(args[4], bool) else 6
             args = (*args[:position], 0.0, *args[position + 1 :])
-        elif args and isinstance(args[0], nn.Parameter):
+        elif any_parameter((*args, *kwargs.values()), _is_parameter):
             if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
                 return args[0].detach().clone()
-            if name == "__set__" or (name.endswith("_") and not name.endswith("__")):
-                args = (args[0].detach().clone(), *args[1:])
+            if name in ("__set__", "requires_grad_") or not is_about_the_object(func):
+                # Whatever it is, and whatever views of it are handed on: what changes is a copy.
+                args = tuple(map(_copied, args))
+                kwargs = {key: _copied(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _is_parameter(value: object) -> bool:
+    return isinstance(value, nn.Parameter)
+
+
+def _copied(value: Any) -> Any:
+    """The value with a copy of each parameter, in lists and tuples, too."""
+    if isinstance(value, nn.Parameter):
+        return value.detach().clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def _without_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_roundpipe.microbatch import merge_losses
+
 current_microbatch: ContextVar[int] = ContextVar("roundpipe_microbatch")
 
 _LOG_SIGNATURE = signature(pl.LightningModule.log)
@@ -48,8 +50,13 @@ class StepLogging:
             for metric, own in zip(metrics, own_forwards, strict=True):
                 _put_back(metric.__dict__, "forward", own)
 
-    def replay(self) -> None:
-        """Logs every name once, with the value of the whole batch."""
+    def replay(self, losses: Sequence[Tensor | None], loss_weights: Sequence[float]) -> None:
+        """Logs every name once, with the value of the whole batch.
+
+        Args:
+            losses: The microbatches' losses. Where it is these that were logged, they are merged as losses are.
+            loss_weights: Their weights.
+        """
         occurrences: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
         for microbatch, entries in enumerate(self._logs):
             seen: dict[str, int] = {}
@@ -59,7 +66,7 @@ class StepLogging:
                 seen[name] = number + 1
                 occurrences.setdefault((name, number), []).append((microbatch, entry))
         for parts in occurrences.values():
-            self._module.log(**self._merge(parts))
+            self._module.log(**self._merge(parts, losses, loss_weights))
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
         entry = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
@@ -76,7 +83,9 @@ class StepLogging:
 
         return recording_forward
 
-    def _merge(self, parts: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    def _merge(
+        self, parts: list[tuple[int, dict[str, Any]]], losses: Sequence[Tensor | None], loss_weights: Sequence[float]
+    ) -> dict[str, Any]:
         merged = dict(parts[0][1])
         values = [entry["value"] for _, entry in parts]
         if isinstance(values[0], Metric):
@@ -85,7 +94,14 @@ class StepLogging:
         weights = [entry.get("batch_size") or self._sizes[microbatch] for microbatch, entry in parts]
         if merged.get("batch_size") is not None:
             merged["batch_size"] = sum(weights)
-        merged["value"] = _reduce(values, weights, merged.get("reduce_fx", "mean"))
+        reduce_fx = merged.get("reduce_fx", "mean")
+        is_loss = [_is_the_loss(entry["value"], losses[microbatch]) for microbatch, entry in parts]
+        if all(is_loss) and reduce_fx in ("mean", torch.mean):
+            value = merge_losses([losses[microbatch] for microbatch, _ in parts], [loss_weights[i] for i, _ in parts])
+            assert value is not None
+            merged["value"] = value if isinstance(values[0], Tensor) else value.item()
+        else:
+            merged["value"] = _reduce(values, weights, reduce_fx)
         return merged
 
     def _put_batch_value(self, metric: Metric) -> None:
@@ -102,6 +118,13 @@ class StepLogging:
                 fresh.update(*args, **kwargs)
         metric._forward_cache = fresh.compute()
         fresh.reset()
+
+
+def _is_the_loss(value: Any, loss: Tensor | None) -> bool:
+    if loss is None or not isinstance(value, (Tensor, float)):
+        return False
+    value = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    return value.numel() == 1 and float(value) == float(loss)
 
 
 def _put_back(attributes: dict[str, Any], name: str, own: Any) -> None:

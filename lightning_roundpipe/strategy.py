@@ -17,7 +17,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
@@ -36,7 +36,8 @@ from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.report import PipelineReport, make_report
-from lightning_roundpipe.splitting import LossOf, count_labels, gather_evidence
+from lightning_roundpipe.splitting import Evidence, LossOf, count_labels, find_split_calls, gather_evidence, weight_name
+from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
     OptimizerWorker,
@@ -61,9 +62,10 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             ``training_step`` reads of trained parameters is then that old; it cannot change them itself.
         layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By
             default the repeated blocks of the model and what remains; see :func:`find_layers`.
-        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"whole"``: the batch is
-            not split. ``"auto"``: the first batch decides, by its loss against its microbatches': ``"step"``, with the
-            weighting that fits, or else ``"whole"``, which is right for any loss.
+        split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"model"``:
+            ``training_step`` runs once, with the whole batch, and the calls within it that treat samples independently
+            are split; right for any loss. ``"whole"``: nothing is split. ``"auto"``: the first batch decides, by its
+            loss against its microbatches': ``"step"``, with the weighting that fits, or else ``"model"``.
         loss_weight: Weight of a microbatch's loss in the batch's: by number of ``"samples"``, by number of ``"tokens"``
             (labels that are not ignored), ``"sum"`` for losses that are sums, or a function of the microbatch.
         background_step: Whether the optimizer steps in a background thread. Otherwise it steps in line, in Lightning's
@@ -83,7 +85,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         microbatches: int | None = None,
         staleness: Literal[0, 1] = 0,
         layers: Any | None = None,
-        split: Literal["step", "whole", "auto"] = "step",
+        split: Literal["step", "model", "whole", "auto"] = "auto",
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         accelerator: Accelerator | None = None,
@@ -96,8 +98,8 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             )
         if staleness not in (0, 1):
             raise ValueError(f"`staleness` must be 0 or 1, got {staleness!r}.")
-        if split not in ("auto", "step", "whole"):
-            raise ValueError(f"`split` must be 'auto', 'step' or 'whole', got {split!r}.")
+        if split not in ("auto", "step", "model", "whole"):
+            raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -304,10 +306,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         assert self._between is not None
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
+        if self._decided is None and self.split != "whole" and self._wanted() > 1:
+            self._decide(pipeline, batch, lambda part: loss_in(module.training_step(part, *rest, **kwargs)))
         sizes = self._sizes(batch)
-        if len(sizes) > 1 and self._decided is None and self.split == "auto":
-            self._decide(batch, sizes, lambda part: _loss_of(module.training_step(part, *rest, **kwargs)))
-            sizes = self._sizes(batch) if self._decided is not None else [1]
         pieces = mb.split(batch, sizes)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
@@ -322,7 +323,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
                     outputs[index] = output = module.training_step(piece, *rest, **kwargs)
-                return _loss_of(output)
+                return loss_in(output)
 
             return step
 
@@ -343,7 +344,7 @@ class RoundPipeStrategy(SingleDeviceStrategy):
             if process_wide:  # the recompute must see the same default dtype
                 pipeline.wait_backward()
         if len(pieces) > 1:
-            logging.replay()
+            logging.replay(self._batch.losses, weights)
         if any(loss is not None for loss in self._batch.losses):
             pipeline.take_own_gradients()
         if self._batch.deferred and self.steps_in_background:
@@ -370,41 +371,82 @@ class RoundPipeStrategy(SingleDeviceStrategy):
                 pipeline.gradients.hand_over(unit)
         self._gradients_unused = True
 
+    def _wanted(self) -> int:
+        return self.microbatches or self._device_count() + 1
+
     def _sizes(self, batch: Any) -> list[int]:
-        wanted = self.microbatches or self._device_count() + 1
-        if self.split == "whole" or wanted == 1 or (self._decided is not None and self._decided[0] == "whole"):
+        """Samples of each microbatch that runs the step. Until the first batch has decided, the batch stays whole."""
+        way = self._decided[0] if self._decided is not None else self.split
+        return self._sizes_of_parts(batch) if way == "step" else [1]
+
+    def _sizes_of_parts(self, batch: Any) -> list[int]:
+        if self._wanted() == 1:
             return [1]
         try:
-            return mb.split_sizes(mb.batch_size(batch), wanted)
+            return mb.split_sizes(mb.batch_size(batch), self._wanted())
         except mb.UnsplittableBatchError:
             if self.split == "step":
                 raise
             return [1]
 
-    def _decide(self, batch: Any, sizes: list[int], step: LossOf) -> None:
+    def _decide(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
         """How the batches of this fit are split, by the evidence of the first one."""
         module = self.lightning_module
         assert module is not None
 
         def loss_of(part: Any) -> Tensor | None:
             module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
-            plugin = self.precision_plugin
-            with plugin.train_step_context() if isinstance(plugin, (DoublePrecision, HalfPrecision)) else nullcontext():
+            with self.precision_plugin.train_step_context():
                 return step(part)
 
         self.settle()
+        why = "because that was asked for"
         try:
-            evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+            if self.split != "model":
+                sizes = self._sizes_of_parts(batch)
+                if len(sizes) > 1:
+                    evidence = gather_evidence(module, batch, sizes, loss_of, self.loss_weight)
+                    if evidence is None:
+                        return  # a later batch will tell
+                    if self.split == "step":
+                        self._decided = ("step", self.loss_weight)
+                        _warn_unless_fitting(evidence, self.loss_weight)
+                        return
+                    if evidence.fits:
+                        self._decide_for_step(evidence)
+                        return
+                    why = f"because the loss couples samples: {evidence.describe()}"
+                elif mb.can_be_split(batch):
+                    return  # a single sample
+                else:
+                    why = "because the batch has no dimension of samples that all of it shares"
+            layers = [layer.module for layer in pipeline.layers]
+            splits = find_split_calls(module, layers, batch, self._wanted(), loss_of)
+        except mb.UnsplittableBatchError:
+            raise
         except Exception as error:  # the step itself will raise it, if it is the step's
-            self._decided = ("whole", self.loss_weight)
+            self._decided = ("step" if self.split == "step" else "whole", self.loss_weight)
             rank_zero_info(f"roundpipe: whether the batch may be split could not be checked ({error!r}).")
             return
-        if evidence is None:
-            return  # a later batch will tell
-        if not evidence.fits:
-            self._decided = ("whole", self.loss_weight)
-            rank_zero_info(f"roundpipe: split='whole', because the loss couples samples: {evidence.describe()}.")
+        if splits is None:
             return
+        if not splits:
+            self._decided = ("whole", self.loss_weight)
+            rank_zero_info(
+                f"roundpipe: split='whole', {why}; and no call of a module with layers gives the same when it is split."
+                " Every result is right, but one device works at a time."
+            )
+            return
+        self._decided = ("model", self.loss_weight)
+        pipeline.split_calls(splits, self._wanted())
+        names = {module: name for name, module in module.named_modules()}
+        called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
+        rank_zero_info(
+            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches. A loss"
+            " that is a mean over samples would be faster, with split='step'."
+        )
+
+    def _decide_for_step(self, evidence: Evidence) -> None:
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
         # have different numbers of them.
         preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
@@ -501,7 +543,9 @@ class RoundPipeStrategy(SingleDeviceStrategy):
         assert self._worker is not None and self._pipeline is not None and self._batch is not None
         self._pipeline.check()
         self._worker.order = self._pipeline.unit_order()
-        self._worker.submit(StepJob(optimizer, self._batch.gradients, before_step, after_step))
+        gradients = self._batch.gradients
+        assert isinstance(gradients, BatchGradients)
+        self._worker.submit(StepJob(optimizer, gradients, before_step, after_step))
         self._gradients_unused = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
 
@@ -635,7 +679,7 @@ class _BatchLoss(torch.autograd.Function):
         return (None, None, None, None, None)
 
 
-def _loss_of(output: Any) -> Tensor | None:
+def loss_in(output: Any) -> Tensor | None:
     """The loss in what training_step returned, with Lightning's own words where there is none."""
     if isinstance(output, Mapping):
         loss = output.get("loss")
@@ -655,6 +699,21 @@ def _loss_of(output: Any) -> Tensor | None:
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
     extras = {key: value for key, value in output.items() if key != "loss"}
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
+
+
+def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None:
+    """Where the user has fixed the split, and it does not give the whole batch's loss."""
+    name = weight_name(loss_weight)
+    if name in evidence.fits:
+        return
+    if evidence.fits:
+        remedy = f"It does with loss_weight={evidence.fits[0]!r}."
+    else:
+        remedy = "The loss couples samples: use split='auto' or split='model', unless the loss of each part is meant."
+    rank_zero_warn(
+        f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch."
+        f" {remedy} ({evidence.describe()})"
+    )
 
 
 def _say_serial(reason: str) -> None:

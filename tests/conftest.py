@@ -10,6 +10,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+# A shell lets what it starts in the background ignore Ctrl-C, and Python would go on to.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -184,7 +184,7 @@ def mend(model: Breaks) -> None:
 
 
 def strategy(**options: Any) -> RoundPipeStrategy:
-    return RoundPipeStrategy(microbatches=M, **options)
+    return RoundPipeStrategy(microbatches=M, **{"split": "step", **options})
 
 
 def raised(

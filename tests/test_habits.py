@@ -645,16 +645,19 @@ def test_equals_plain_lightning(kind: type[Habit], m: int, devices: int) -> None
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_microbatches_begin_in_order(devices: int) -> None:
-    order = []
-
     class NotesOrder(Habit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.order: list[float] = []
+
         def output(self, x: Tensor) -> Tensor:
-            order.append(float(x[0, 0]))
+            self.order.append(float(x[0, 0]))
             return self.net(x)
 
     batches = data(20)
-    fit_pipeline(make(NotesOrder), batches, 3, devices)
-    assert order == [float(part[0, 0]) for x, _ in batches for part in x.tensor_split(3)]
+    model = make(NotesOrder)
+    fit_pipeline(model, batches, 3, devices)
+    assert model.order == [float(part[0, 0]) for x, _ in batches for part in x.tensor_split(3)]
 
 
 # --- what is refused, with a word on what to do

@@ -250,7 +250,7 @@ def test_dot_grad_stays_clean(options: dict[str, Any]) -> None:
             return super().training_step(batch, batch_idx)
 
     fit_pipeline(make(Watching), data(), 2, 2, **{k: v for k, v in options.items() if k != "microbatches"})
-    assert len(seen) == 2 * BATCHES
+    assert len(seen) >= 2 * BATCHES
     if "microbatches" in options:
         assert all(gradient is None for gradient in seen)
 

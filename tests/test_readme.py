@@ -29,7 +29,7 @@ def test_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     for option, value in {"LIMIT_TRAIN_BATCHES": "2", "LOGGER": "False", "ENABLE_CHECKPOINTING": "False"}.items():
         monkeypatch.setenv(f"PL_TRAINER_{option}", value)
     blocks = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 2
+    assert len(blocks) == 3
     namespace: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
@@ -37,7 +37,8 @@ def test_python_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         assert isinstance(trainer, L.Trainer) and trainer.global_step == 2
         assert isinstance(trainer.strategy, RoundPipeStrategy)
         assert sum(row.kind == "TransformerEncoderLayer" for row in trainer.strategy.report().layers) == 8
-    assert "4 microbatches" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "4 microbatches" in output and "\nOK. Loss and gradients through the pipeline equal those" in f"\n{output}"
 
 
 def test_commands() -> None:

@@ -212,19 +212,18 @@ def test_the_user_s_own_forward_and_hooks_stay() -> None:
     per call.
     """
     model, plain = make("mlp"), make("mlp")
-    calls: list[str] = []
-    for net in (model.net, plain.net):
+    for lightning_module in (model, plain):
+        net = lightning_module.net
+        calls = lightning_module.calls = []  # type: ignore[assignment]
         linear = net[0]
         linear.forward = lambda x, linear=linear: 2 * type(linear).forward(linear, x)
-        net[2].register_forward_hook(lambda *_: calls.append("layer"))
-        net[3][0].register_forward_hook(lambda *_: calls.append("inside"))
-        net[2].register_forward_pre_hook(lambda *_: calls.append("pre"))
+        net[2].register_forward_hook(lambda *_, calls=calls: calls.append("layer"))
+        net[3][0].register_forward_hook(lambda *_, calls=calls: calls.append("inside"))
+        net[2].register_forward_pre_hook(lambda *_, calls=calls: calls.append("pre"))
     own = vars(model.net[0])["forward"]
     fit_pipeline(model, data("mlp"), 2, devices=2)
-    ours = sorted(calls)
-    calls.clear()
     fit_microbatches(plain, data("mlp"), 2)
-    assert ours == sorted(calls) and len(ours) == 18
+    assert sorted(model.calls) == sorted(plain.calls) and len(plain.calls) == 18
     assert vars(model.net[0])["forward"] is own
     assert_equal(weights(model), weights(plain))
 

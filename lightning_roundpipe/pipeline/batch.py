@@ -16,7 +16,7 @@ from lightning_roundpipe.pipeline.tape import Call
 from lightning_roundpipe.pipeline.turnstile import Monitor
 from lightning_roundpipe.schedules import Action
 from lightning_roundpipe.schedules.schedule import Kind
-from lightning_roundpipe.state.gradients import BatchGradients
+from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
 from lightning_roundpipe.state.parameters import Unit
 
 
@@ -67,6 +67,19 @@ class Microbatch:
         self.where = ""
         self.phase = "forward"
         self.mode: OutsideParameters | None = None
+        self.parts = 1
+        """Number of the next microbatch of a call that is split."""
+
+    def drop(self) -> None:
+        """Lets go of what only the backward needs."""
+        self.calls = []
+        self.stand_ins = {}
+        self.mode = None
+
+    @property
+    def number(self) -> int:
+        """Tells it apart from all others of the same step."""
+        return self.batch.first + self.index
 
     def note_graph_task(self) -> None:
         """Called by autograd when it begins with the loss."""
@@ -95,8 +108,10 @@ class Batch:
         deferred: bool,
         plan: Plan | None,
         records: bool,
-        gradients: BatchGradients,
+        gradients: BatchGradients | PartGradients,
         version: int,
+        *,
+        splits_calls: bool = False,
     ) -> None:
         self._monitor = monitor
         self.number = number
@@ -110,6 +125,10 @@ class Batch:
         """Whether this is the first batch, which shows what the layers are like."""
         self.gradients = gradients
         self.version = version
+        self.splits_calls = splits_calls
+        """Whether the step runs once, with the whole batch, and calls within it are split."""
+        self.first = 0
+        """Number of the first microbatch."""
         self.released = not deferred
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.runs: list[Microbatch | None] = [None] * self.microbatches
@@ -129,6 +148,15 @@ class Batch:
     def serial(self) -> bool:
         """Whether the microbatches run one after the other."""
         return self.plan is None
+
+    def take(self, index: int, result: Any) -> list[Tensor]:
+        """Takes what a microbatch's step returned. Returns the tensors that its backward begins with."""
+        self.losses[index] = None if result is None else result.detach()
+        return [] if result is None else [result]
+
+    def seeds(self, index: int, roots: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of these tensors."""
+        return [torch.full_like(root, self.weights[index] * self.scale()) for root in roots]
 
     def wait_forward(self) -> None:
         """Waits until every loss is known."""

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from lightning_roundpipe.pipeline.replica import Layer
 
 CallHandler = Callable[[Layer, tuple[Any, ...], dict[str, Any]], Any]
+SplitHandler = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+"""Returns NotImplemented where the call is not split."""
 
 _current = threading.local()
 
@@ -51,14 +53,29 @@ def handling_no_calls() -> Iterator[None]:
         _current.handler = handler
 
 
+@contextmanager
+def splitting_calls(handler: SplitHandler) -> Iterator[None]:
+    """Lets the handler split calls of modules in this thread, except those within a call that it has split."""
+    _current.splitter = handler
+    try:
+        yield
+    finally:
+        _current.splitter = None
+
+
 class Interception:
     """Puts our ``forward`` on the layers, and takes it off again."""
 
     def __init__(self, layers: Sequence[Layer]) -> None:
         self._layers = layers
+        self._split: list[_SplitForward] = []
         self._checkpointing: list[dict[str, Any]] = []
         for layer in layers:
             layer.intercept = _InterceptedForward(layer)
+
+    def split_calls(self, modules: Iterable[nn.Module]) -> None:
+        """Calls of these modules, too, are intercepted."""
+        self._split = [_SplitForward(module) for module in modules]
 
     def install(self) -> None:
         """Also switches off transformers' gradient checkpointing of the layers: the pipeline recomputes them itself."""
@@ -74,8 +91,12 @@ class Interception:
             attributes = layer.module.__dict__
             layer.own_forward = attributes.get("forward")
             attributes["forward"] = layer.intercept
+        for split in self._split:  # around a layer's, if it is one
+            split.put_on()
 
     def remove(self) -> None:
+        for split in self._split:
+            split.take_off()
         for attributes in self._checkpointing:
             attributes["gradient_checkpointing"] = True
         self._checkpointing = []
@@ -86,6 +107,48 @@ class Interception:
                     del attributes["forward"]
                 else:
                     attributes["forward"] = layer.own_forward
+
+
+class _SplitForward:
+    """The ``forward`` of a module whose calls may be split."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._own: Callable[..., Any] | None = None
+
+    def put_on(self) -> None:
+        attributes = self._module.__dict__
+        self._own = attributes.get("forward")
+        attributes["forward"] = self
+
+    def take_off(self) -> None:
+        attributes = self._module.__dict__
+        if attributes.get("forward") is self:
+            if self._own is None:
+                del attributes["forward"]
+            else:
+                attributes["forward"] = self._own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        splitter: SplitHandler | None = getattr(_current, "splitter", None)
+        if splitter is not None:
+            output = splitter(self._module, args, kwargs)
+            if output is not NotImplemented:
+                return output
+        return self._plain()(*args, **kwargs)
+
+    def _plain(self) -> Callable[..., Any]:
+        return self._own if self._own is not None else MethodType(type(self._module).forward, self._module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copy of the module, made within a step, is a module of its own."""
+        copied: nn.Module | None = memo.get(id(self._module))
+        if copied is None or self._own is not None:
+            return copy.deepcopy(self._plain(), memo)
+        return MethodType(type(copied).forward, copied)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._module, "forward")
 
 
 class _InterceptedForward:

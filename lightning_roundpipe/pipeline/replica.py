@@ -63,6 +63,8 @@ class Traits:
     next one, a recompute that comes later needs copies."""
     half: dict[int, torch.dtype] | None = None
     """Parameters, by index, that may travel in half precision. None before the layer has run under autocast."""
+    escapes: set[str] = field(default_factory=set)
+    """How tensors leave the layer besides being returned, in words."""
     foreign: list[Tensor] = field(default_factory=list)
     """Parameters of others that the layer reaches by itself, past its arguments."""
 

@@ -7,8 +7,8 @@ on the device that the schedule names; it never hands work to another thread. Be
 import contextvars
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,12 +22,15 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
+from lightning_roundpipe.pipeline.call_split import CallSplit, CannotSplitError, signature
 from lightning_roundpipe.pipeline.catching import GradientCatcher
+from lightning_roundpipe.pipeline.fan_out import FanOut, Lines
 from lightning_roundpipe.pipeline.interception import (
     Interception,
     OutsideParameters,
     handling_calls,
     handling_no_calls,
+    splitting_calls,
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
@@ -40,7 +43,7 @@ from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Tu
 from lightning_roundpipe.schedules import Action, roundpipe
 from lightning_roundpipe.state.gradients import Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
-from lightning_roundpipe.trees import tensors
+from lightning_roundpipe.trees import flatten, tensors
 
 Step = Callable[[], Tensor | None]
 """The user's step for one microbatch. Returns the loss, or None where there is nothing to train."""
@@ -94,6 +97,10 @@ class Pipeline(CallOwner):
         self.gradients = Gradients(self.store, self.monitor)
         self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
         self.plan: Plan | None = None
+        self._splits: dict[tuple[int, Hashable], CallSplit] = {}
+        """How calls are split in steps that see the whole batch: by module and kind of arguments."""
+        self._split_into = 1
+        self._call_plans: dict[tuple[int, Hashable], Plan] = {}
         self.forward_costs = [Costs() for _ in self.layers]
         self.backward_costs = [Costs() for _ in self.layers]
         self.use = [DeviceUse() for _ in self.devices]
@@ -120,6 +127,17 @@ class Pipeline(CallOwner):
         """Whether the code between layers draws from Python's or NumPy's generator."""
 
     # -- called by the main thread ---------------------------------------------------------------------------------
+
+    def split_calls(self, splits: Mapping[tuple[nn.Module, Hashable], CallSplit], microbatches: int) -> None:
+        """From the next batch on the step runs once, with the whole batch, and these calls are split.
+
+        Args:
+            splits: How each is split: by module and :func:`signature` of its arguments.
+            microbatches: Into how many, at most.
+        """
+        self._splits = {(id(module), kind): split for (module, kind), split in splits.items()}
+        self._split_into = microbatches
+        self.interception.split_calls({module: None for module, _ in splits})
 
     def start_batch(
         self,
@@ -153,7 +171,8 @@ class Pipeline(CallOwner):
         self._catcher.refresh()
         if self._units_past_us and self._batch is not None and self._batch.released:
             self.wait_backward()  # a reentrant checkpoint runs the user's own modules in it
-        plan = self._plan_for(deferred)
+        splits_calls = bool(self._splits)
+        plan = None if splits_calls else self._plan_for(deferred)
         batch = Batch(
             self.monitor,
             self.batches,
@@ -162,19 +181,20 @@ class Pipeline(CallOwner):
             scale,
             deferred,
             plan,
-            self.plan is None,
+            self.plan is None and not self._call_plans,
             self.gradients.begin_batch(len(weights)),
             self.store.version_for_next_batch(),
+            splits_calls=splits_calls,
         )
         batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self.batches += 1
         self.step += 1
-        self.last_microbatches = batch.microbatches
+        self.last_microbatches = self._split_into if splits_calls else batch.microbatches
         self._batch = batch
         self.attributes.begin_batch(batch)
-        self._line_up(batch)
-        while len(self._threads) < batch.microbatches:
-            self._threads.append(WorkThread(f"roundpipe-{len(self._threads)}"))
+        if not splits_calls:  # such a step has the pipeline for itself
+            self._line_up(batch)
+        self._provide_threads(batch.microbatches)
         outside = RandomState.capture() if batch.microbatches > 1 else None
         self._left_random_state = None
         self.interception.install()
@@ -196,6 +216,10 @@ class Pipeline(CallOwner):
         commit_norm_statistics([run.norm_statistics for run in batch.runs if run is not None])
         self._replan(batch)
         return batch
+
+    def _provide_threads(self, count: int) -> None:
+        while len(self._threads) < count:
+            self._threads.append(WorkThread(f"roundpipe-{len(self._threads)}"))
 
     def until(self, wait: Callable[[], None]) -> None:
         """Waits; raises what failed, and takes an interrupt of the wait for a failure of the pipeline."""
@@ -240,6 +264,10 @@ class Pipeline(CallOwner):
         self._catcher.close()
         self._threads = []
         self._batch = None
+
+    def plans(self) -> list[Plan]:
+        """The plan of the step, or those of the calls in it that are split."""
+        return [self.plan] if self.plan is not None else list(self._call_plans.values())
 
     @property
     def batch(self) -> Batch | None:
@@ -299,16 +327,16 @@ class Pipeline(CallOwner):
     def _replan(self, batch: Batch) -> None:
         """Plans the next batch by the calls that this one made, and by measured costs."""
         sequences = [tuple(run.sequence) for run in batch.runs if run is not None]
-        merged = batch.plan.calls if batch.plan is not None else ()
-        for sequence in sequences:
-            merged = merge_sequences(merged, sequence)
+        merged = _merged_calls(batch.plan, sequences)
         if batch.records:
             for layer in self.layers:
                 self.store.add_to_layer(layer, layer.traits.foreign)
             self.store.travel_in_half(self._half_parameters(batch))
             if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
                 self.run_serially("a layer that writes its own state is called several times in a step")
-        if batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
+        if batch.splits_calls:
+            pass  # each call has a plan of its own
+        elif batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
             self.plan = self._make_plan(merged, fused=True)
         if batch.records:
             # Whatever happens for the first time is slow: only what comes now is measured.
@@ -330,69 +358,187 @@ class Pipeline(CallOwner):
         }
 
     def _line_up(self, batch: Batch) -> None:
-        number = batch.number
+        forward, backward = self._lines(batch)
+        self.turnstiles.extend([[*first, *then] for first, then in zip(forward, backward, strict=True)])
+
+    def _lines(self, batch: Batch) -> tuple[Lines, Lines]:
+        """The turns on each device, and at the start line: those before and those in the backward."""
+        numbers = range(batch.first, batch.first + batch.microbatches)
+        forward: Lines = [[] for _ in range(len(self.devices) + 1)]
+        backward: Lines = [[] for _ in range(len(self.devices) + 1)]
         if batch.plan is None:
-            # Warm-up: one microbatch after the other, on the first device.
-            actions = [_serial(i, backward) for i in range(batch.microbatches) for backward in (False, True)]
+            # One microbatch after the other, on the first device.
             if batch.deferred:
-                actions.sort(key=lambda action: action.stage)
-            lines: list[list[tuple[int, Action]]] = [[] for _ in range(len(self.devices) + 1)]
-            lines[0] = [(number, action) for action in actions]
-            self.turnstiles.extend(lines)
-            return
+                forward[0] = [(batch.number, _serial(i, False)) for i in numbers]
+                backward[0] = [(batch.number, _serial(i, True)) for i in numbers]
+            else:
+                forward[0] = [(batch.number, _serial(i, back)) for i in numbers for back in (False, True)]
+            return forward, backward
         schedule = roundpipe(batch.plan.partition, batch.microbatches, len(self.devices), self._next_device)
         self._next_device = (schedule.last_device + 1) % len(self.devices)
         for device, line in enumerate(schedule.devices):
             for action in line:
                 batch.stage_device[action.stage] = device
                 batch.stage_kind[action.stage] = action.kind
-        start = [_start(index) for index in range(batch.microbatches)]
-        self.turnstiles.extend([[(number, action) for action in line] for line in (*schedule.devices, start)])
+                turn = Action(action.kind, action.stage, batch.first + action.microbatch)
+                (forward if action.kind == "F" else backward)[device].append((batch.number, turn))
+        forward[-1] = [(batch.number, _start(i)) for i in numbers]
+        return forward, backward
 
     # -- one microbatch, in its own thread -------------------------------------------------------------------------
 
     def _run_microbatch(self, batch: Batch, index: int, step: Step) -> None:
         microbatch = Microbatch(batch, index)
-        batch.runs[index] = microbatch
+        with self._at_work(microbatch):
+            roots = self._run_forward(microbatch, step)
+            batch.forward_done()
+            if batch.serial and not batch.splits_calls:
+                self.turnstiles.leave((batch.number, _serial(microbatch.number, False)))
+                self.turnstiles.enter((batch.number, _serial(microbatch.number, True)))
+            if roots:
+                batch.wait_released()
+                self._backward(microbatch, roots, batch.seeds(index, roots))
+            self._end_microbatch(microbatch)
+
+    @contextmanager
+    def _at_work(self, microbatch: Microbatch) -> Iterator[None]:
+        """What fails is the batch's failure, with a note that says where."""
         _running.microbatch = microbatch
         try:
-            if batch.serial:
-                self.turnstiles.enter((batch.number, _serial(index, False)))
-                self.store.wait(list(self._units_past_us), batch.version, batch.number)
-                place = self.baton.request()
-            else:  # the steps begin in the order of the microbatches, and need not wait for parameters on the way
-                self.store.wait(list(self._units_outside), batch.version, batch.number)
-                self.turnstiles.enter((batch.number, _start(index)))
-                place = self.baton.request()
-                self.turnstiles.leave((batch.number, _start(index)))
-            loss = self._forward(microbatch, step, place)
-            if batch.records and batch.microbatches > 1:
-                self.attributes.end_step(microbatch)
-            batch.losses[index] = None if loss is None else loss.detach()
-            self._count_calls(microbatch)
-            batch.forward_done()
-            if batch.serial:
-                self.turnstiles.leave((batch.number, _serial(index, False)))
-                self.turnstiles.enter((batch.number, _serial(index, True)))
-            if loss is not None:
-                self._backward(microbatch, loss)
-            self.turns.pass_remaining(microbatch)
-            self._finish_units(microbatch)
-            if batch.serial:
-                self.turnstiles.leave((batch.number, _serial(index, True)))
+            yield
         except Cancelled:
-            pass  # the thread that failed holds the error
+            microbatch.drop()  # the thread that failed holds the error
         except BaseException as error:
             where = f"; {microbatch.where}" if microbatch.where else ""
             error.add_note(f"roundpipe: {microbatch.label}{where}; phase {microbatch.phase}")
-            self.monitor.fail(error, batch.number)
+            self.monitor.fail(error, microbatch.batch.number)
+            microbatch.drop()
         finally:
             _running.microbatch = None
-            microbatch.calls = []
-            microbatch.stand_ins = {}
-            microbatch.mode = None
 
-    def _forward(self, microbatch: Microbatch, step: Step, place: threading.Condition) -> Tensor | None:
+    def _run_forward(self, microbatch: Microbatch, step: Callable[[], Any]) -> list[Tensor]:
+        """Waits for its turn and runs the step. Returns what the backward begins with."""
+        batch, number = microbatch.batch, microbatch.number
+        batch.runs[microbatch.index] = microbatch
+        if batch.splits_calls:
+            self.store.wait(list(self._units_past_us), batch.version, batch.number)
+            place = self.baton.request()
+        elif batch.serial:
+            self.turnstiles.enter((batch.number, _serial(number, False)))
+            self.store.wait(list(self._units_past_us), batch.version, batch.number)
+            place = self.baton.request()
+        else:  # the steps begin in the order of the microbatches, and need not wait for parameters on the way
+            self.store.wait(list(self._units_outside), batch.version, batch.number)
+            self.turnstiles.enter((batch.number, _start(number)))
+            place = self.baton.request()
+            self.turnstiles.leave((batch.number, _start(number)))
+        result = self._forward(microbatch, step, place)
+        if batch.records and batch.microbatches > 1:
+            self.attributes.end_step(microbatch)
+        roots = batch.take(microbatch.index, result)
+        self._count_calls(microbatch)
+        return roots
+
+    def _end_microbatch(self, microbatch: Microbatch) -> None:
+        """After the backward: nothing more comes."""
+        self.turns.pass_remaining(microbatch)
+        self._finish_units(microbatch)
+        if microbatch.batch.serial and not microbatch.batch.splits_calls:
+            self.turnstiles.leave((microbatch.batch.number, _serial(microbatch.number, True)))
+        microbatch.drop()
+
+    # -- calls that are split --------------------------------------------------------------------------------------
+
+    def _split_call(
+        self, microbatch: Microbatch, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """A call within a step that sees the whole batch: in microbatches, if it is known how to split it."""
+        kind = signature((args, kwargs))
+        split = self._splits.get((id(module), kind))
+        mode = microbatch.mode
+        if split is None or torch.is_inference_mode_enabled():
+            return NotImplemented
+        assert mode is not None
+        leaves, rebuild = flatten((args, kwargs))
+        with _without(mode), _naming(module):
+            leaves = [mode.replace(leaf) for leaf in leaves]
+            sizes = split.sizes(leaves, self._split_into)
+            if len(sizes) == 1:
+                return NotImplemented
+            batch = microbatch.batch
+            plan = None if batch.records or self.serial_reason is not None else self._call_plans.get((id(module), kind))
+            fan_out = FanOut(batch, module, split, leaves, rebuild, sizes, microbatch.parts, plan)
+            microbatch.parts += len(sizes)
+            self._fan_out_forward(microbatch, fan_out)
+            if batch.records or plan is None:
+                calls = _merged_calls(plan, [tuple(run.sequence) for run in fan_out.runs if run is not None])
+                self._call_plans[id(module), kind] = self._make_plan(calls, fused=False)
+            return fan_out.join(self, microbatch.token, leaves)
+
+    def _fan_out_forward(self, microbatch: Microbatch, fan_out: FanOut) -> None:
+        forward, fan_out.backward_lines = self._lines(fan_out)
+        self._provide_threads(1 + fan_out.microbatches)
+        self._release_baton(microbatch)
+        outside = RandomState.capture()
+        self._left_random_state = None
+        self.attributes.begin_batch(fan_out)
+        self.turnstiles.extend(forward)
+        for index, thread in enumerate(self._threads[1 : 1 + fan_out.microbatches]):
+            context = contextvars.copy_context()
+            thread.submit(partial(context.run, self._run_part, fan_out, index), then=fan_out.forward_done)
+        try:
+            fan_out.wait_forward()
+        finally:
+            self._restore_random_state(fan_out, outside)
+            self._left_random_state = None
+        self.attributes.end_batch(fan_out)
+        commit_norm_statistics([run.norm_statistics for run in fan_out.runs if run is not None])
+        self._take_baton(microbatch)
+
+    def _run_part(self, fan_out: FanOut, index: int) -> None:
+        part = Microbatch(fan_out, index)
+        with self._at_work(part):
+            self._run_forward(part, lambda: fan_out.step(index, part.token))
+            if fan_out.serial:
+                self.turnstiles.leave((fan_out.number, _serial(part.number, False)))
+
+    def fan_out_backward(self, fan_out: FanOut, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The backward of a split call; runs when autograd comes to its node."""
+        microbatch: Microbatch = _running.microbatch
+        if not microbatch.in_backward or fan_out.done:
+            raise RuntimeError(
+                "Gradients through a call that the pipeline has split are asked for within training_step"
+                " (torch.autograd.grad or backward), or a second time. Train with RoundPipeStrategy(split='whole') and"
+                " keep the layers out of the pipeline with `layers`, or use manual optimization."
+            )
+        fan_out.done = True
+        fan_out.give(gradients)
+        for run in fan_out.runs:
+            assert run is not None
+            run.frozen |= microbatch.frozen
+        self._release_baton(microbatch)
+        self.turnstiles.extend(fan_out.backward_lines)
+        for index, thread in enumerate(self._threads[1 : 1 + fan_out.microbatches]):
+            context = contextvars.copy_context()
+            thread.submit(partial(context.run, self._run_part_backward, fan_out, index), then=fan_out.thread_done)
+        fan_out.wait_all()
+        self._take_baton(microbatch)
+        return fan_out.input_gradients()
+
+    def _run_part_backward(self, fan_out: FanOut, index: int) -> None:
+        part = fan_out.runs[index]
+        assert part is not None
+        with self._at_work(part):
+            if fan_out.serial:
+                self.turnstiles.enter((fan_out.number, _serial(part.number, True)))
+            roots, seeds = fan_out.roots(index)
+            if roots:
+                self._backward(part, roots, seeds)
+            self._end_microbatch(part)
+
+    # -- forward and backward of a microbatch ----------------------------------------------------------------------
+
+    def _forward(self, microbatch: Microbatch, step: Callable[[], Any], place: threading.Condition) -> Any:
         batch = microbatch.batch
         mode = microbatch.mode = OutsideParameters(
             self.store.owns,
@@ -404,8 +550,12 @@ class Pipeline(CallOwner):
         )
         self._take_baton(microbatch, place)
         try:
-            with handling_calls(lambda layer, args, kwargs: self._call(microbatch, layer, args, kwargs)), mode:
-                loss = step()
+            with ExitStack() as stack:
+                stack.enter_context(handling_calls(partial(self._call, microbatch)))
+                if batch.splits_calls:
+                    stack.enter_context(splitting_calls(partial(self._split_call, microbatch)))
+                stack.enter_context(mode)
+                result = step()
             for parameter, tensor, version in microbatch.lent:
                 if tensor._version != version:
                     self._touched(microbatch, parameter, tensor, True)
@@ -417,22 +567,21 @@ class Pipeline(CallOwner):
             if microbatch.stage < (fused if fused is not None else len(batch.plan.partition.forward)):
                 self.turns.leave_ticket(microbatch)
                 self.turns.skip_to(microbatch, len(batch.plan.partition.forward))
-        return loss
+        return result
 
-    def _backward(self, microbatch: Microbatch, loss: Tensor) -> None:
+    def _backward(self, microbatch: Microbatch, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         batch = microbatch.batch
         microbatch.phase = "backward"
         microbatch.where = ""
-        batch.wait_released()
-        seed = torch.full_like(loss, batch.weights[microbatch.index] * batch.scale())
         microbatch.in_backward = True
-        handle = loss.register_hook(lambda _: microbatch.note_graph_task())
+        handles = [root.register_hook(lambda _: microbatch.note_graph_task()) for root in roots if root.requires_grad]
         self._take_baton(microbatch)
         try:
-            torch.autograd.backward(loss, seed)
+            torch.autograd.backward(roots, seeds)
         finally:
             self._release_baton(microbatch)
-            handle.remove()
+            for handle in handles:
+                handle.remove()
         for parameter, leaf in microbatch.stand_ins.values():
             if leaf.grad is not None and id(parameter) not in microbatch.frozen:
                 batch.gradients.add(microbatch.index, parameter, leaf.grad)
@@ -520,7 +669,7 @@ class Pipeline(CallOwner):
         before = RandomState.capture()
         call.random_state = before
         if many:
-            call.seed = derive_seed(self.seed, batch.seed_step, microbatch.index, number)
+            call.seed = derive_seed(self.seed, batch.seed_step, microbatch.number, number)
             seed_all(call.seed)
             started = RandomState.capture()
         else:
@@ -629,7 +778,7 @@ class Pipeline(CallOwner):
             microbatch.random_state.restore()
         else:
             everything = batch.records or self._swaps_everything
-            seed_all(derive_seed(self.seed, batch.seed_step, microbatch.index, -1), everything=everything)
+            seed_all(derive_seed(self.seed, batch.seed_step, microbatch.number, -1), everything=everything)
             microbatch.random_state = RandomState.capture(everything=everything)
         self.attributes.put(microbatch)
 
@@ -669,7 +818,9 @@ class Pipeline(CallOwner):
         leaf = self.store.full_precision_leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
         microbatch.lent.append((parameter, leaf, leaf._version))
         if leaf.requires_grad:
-            leaf.register_hook(partial(_refuse_elsewhere, microbatch.label, self.store.name(parameter)))
+            leaf.register_hook(
+                partial(_refuse_elsewhere, _identity(microbatch), microbatch.label, self.store.name(parameter))
+            )
         leaf.is_stand_in = True  # type: ignore[attr-defined]  # so that a layer's graph shows where it leads
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
         microbatch.batch.used_outside.add(id(parameter))
@@ -754,6 +905,8 @@ class Pipeline(CallOwner):
                     left[unit] = left.get(unit, 0) + 1
             elif self._units_past_us:
                 late.update(called)  # a reentrant checkpoint may run it again, with gradients
+        if microbatch.batch.splits_calls:  # what its parts will add is not known yet
+            late |= set(units)
         for unit in late:
             left[unit] = -1  # finished at the very end
         for unit in units:
@@ -821,14 +974,38 @@ class Pipeline(CallOwner):
             self._finish_unit(microbatch, unit)
 
 
-def _refuse_elsewhere(label: str, parameter: str, gradient: Tensor) -> None:
+def _identity(microbatch: Microbatch) -> tuple[int, int]:
+    return microbatch.batch.number, microbatch.number
+
+
+def _refuse_elsewhere(owner: tuple[int, int], label: str, parameter: str, gradient: Tensor) -> None:
     """A leaf that stands for a parameter gets a gradient: in its own microbatch's backward, or nobody collects it."""
     microbatch: Microbatch | None = getattr(_running, "microbatch", None)
-    if microbatch is None or microbatch.label != label:
+    if microbatch is None or _identity(microbatch) != owner:
         raise RuntimeError(
             f"A tensor that was made of the parameter {parameter!r} in {label} gets a gradient elsewhere, which would"
             " be lost. Make such tensors anew in each training_step, or keep them detached."
         )
+
+
+@contextmanager
+def _naming(module: nn.Module) -> Iterator[None]:
+    """What goes wrong with the split of a module's call, in full."""
+    try:
+        yield
+    except CannotSplitError as error:
+        raise RuntimeError(
+            f"The call of {type(module).__name__} cannot be split as in the first batch: {error}. Train with"
+            " RoundPipeStrategy(split='whole')."
+        ) from error
+
+
+def _merged_calls(plan: Plan | None, sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Calls in an order that has a place for every call of the plan and of each sequence."""
+    merged = plan.calls if plan is not None else ()
+    for sequence in sequences:
+        merged = merge_sequences(merged, sequence)
+    return merged
 
 
 def _start(microbatch: int) -> Action:

@@ -61,6 +61,14 @@ class Escaped:
     def __init__(self, parts: tuple[Any, Any, Any, Any, Any]) -> None:
         self.output, self.hook_calls, self.attribute_changes, self.argument_changes, self.changed_tensors = parts
 
+    def ways(self, layer: Layer) -> set[str]:
+        """How tensors came out of the layer besides being returned."""
+        hooked = {type(layer.modules[index]).__name__ for index, *_ in self.hook_calls}
+        attributes = {name for _, name, value in self.attribute_changes if _has_gradient(value)}
+        ways = {f"a forward hook on {kind} inside the layer" for kind in hooked}
+        ways.update(f"the attribute {name!r}, set in its forward" for name in attributes)
+        return ways | ({"objects handed to it, into which it writes"} if self.argument_changes else set())
+
 
 class Call:
     """One execution of a layer by one microbatch, and what is needed to run it again.
@@ -90,7 +98,7 @@ class Call:
         self.state = state
         self.parameters = parameters
         self.record = record
-        self.autocast = _AutocastState()
+        self.autocast = AutocastState()
         self.seed: int | None = None
         self.random_state: RandomState | None = None
         self.merge_norm_statistics = False
@@ -187,7 +195,10 @@ class Call:
         parts, _ = run.structure.build(new)
         if self.kept is None:
             run.structure.leaves = []
-        return Escaped(parts)
+        escaped = Escaped(parts)
+        if self.record:
+            self.layer.traits.escapes |= escaped.ways(self.layer)
+        return escaped
 
     def _check_own_parameters(self) -> None:
         """A layer that gives its parameters another type would give it to our stand-ins only."""
@@ -404,7 +415,7 @@ class Call:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
-                    entered = _Enter.apply(
+                    entered = Enter.apply(
                         torch.empty(0, requires_grad=True), *(inputs[i] for i in self.gradient_inputs)
                     )
                     edges = [get_gradient_edge(tensor) for tensor in entered]
@@ -483,7 +494,7 @@ class _CallNode(torch.autograd.Function):
         return (None, None, None, None, *inputs)
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Inputs as they would come from the code before the layer: no leaves, so that they may be changed in place."""
 
     @staticmethod
@@ -493,6 +504,10 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return (None, *gradients)
+
+
+def _has_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _unchanged(tensor: Tensor) -> Tensor:
@@ -510,7 +525,7 @@ def _saving_nothing(label: str) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
-class _AutocastState:
+class AutocastState:
     """The caller's autocast state, to be entered again and again."""
 
     __slots__ = ("_contexts", "_settings")

@@ -65,7 +65,7 @@ class Turns:
 
     def _ticket(self, microbatch: Microbatch, stage: int) -> tuple[int, Action]:
         batch = microbatch.batch
-        return batch.number, Action(batch.stage_kind[stage], stage, microbatch.index)
+        return batch.number, Action(batch.stage_kind[stage], stage, microbatch.number)
 
     def leave_ticket(self, microbatch: Microbatch) -> None:
         """Ends the present turn."""

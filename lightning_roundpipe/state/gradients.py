@@ -225,3 +225,49 @@ class BatchGradients:
         monitor = self._gradients.monitor
         with monitor.lock:
             monitor.wait_for(self._complete, lambda: self._open_units == 0, self.number)
+
+
+class PartGradients:
+    """What the microbatches of one split call contribute to the batch whose step made the call, in their order."""
+
+    def __init__(self, outer: BatchGradients, microbatch: int, parts: int) -> None:
+        self._outer = outer
+        self._microbatch = microbatch
+        self._parts = parts
+        units = len(outer._gradients.sums)
+        self._own: list[dict[int, dict[nn.Parameter, Tensor]]] = [{} for _ in range(units)]
+        self._deposits: list[dict[int, list[tuple[nn.Parameter, Tensor, bool]]]] = [{} for _ in range(units)]
+        self._finished: list[set[int]] = [set() for _ in range(units)]
+        self._next = [0] * units
+        self._locks = [threading.Lock() for _ in range(units)]
+
+    def add(self, part: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """As :meth:`BatchGradients.add`."""
+        unit, _ = self._outer._gradients.position[id(parameter)]
+        own = self._own[unit].setdefault(part, {})
+        present = own.get(parameter)
+        own[parameter] = gradient if present is None else present.to(parameter.dtype) + gradient
+
+    def deposit(self, part: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
+        """As :meth:`BatchGradients.deposit`."""
+        unit, _ = self._outer._gradients.position[id(parameter)]
+        if part in self._finished[unit]:
+            self._outer.deposit(self._microbatch, parameter, gradient, alone=alone)
+        else:
+            self._deposits[unit].setdefault(part, []).append((parameter, gradient, alone))
+
+    def has_finished(self, part: int, unit: Unit) -> bool:
+        """As :meth:`BatchGradients.has_finished`."""
+        return part in self._finished[unit.index]
+
+    def finish(self, part: int, unit: Unit) -> None:
+        """As :meth:`BatchGradients.finish`."""
+        number = unit.index
+        with self._locks[number]:
+            self._finished[number].add(part)
+            while self._next[number] in self._finished[number]:
+                for parameter, gradient, alone in self._deposits[number].pop(self._next[number], ()):
+                    self._outer.deposit(self._microbatch, parameter, gradient, alone=alone)
+                for parameter, gradient in self._own[number].pop(self._next[number], {}).items():
+                    self._outer.add(self._microbatch, parameter, gradient)
+                self._next[number] += 1

@@ -143,3 +143,29 @@ def test_one_line_says_what_was_chosen(make: Callable[[], Net], words: str, capl
         fit(make(), [X, X], Way(2, 2), strategy=AUTO)
     said = [record.getMessage() for record in caplog.records if "roundpipe: split=" in record.getMessage()]
     assert len(said) == 1 and words in said[0]
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda module, batch: module.net(batch).sum(), r"loss_weight='sum'"),
+        (variance, "couples samples"),
+        (contrast, "couples samples"),
+    ],
+    ids=["sum", "variance", "contrast"],
+)
+def test_a_fixed_split_that_does_not_fit_warns(loss: Callable[..., Tensor], words: str, m: int) -> None:
+    """Silently another loss than the one that was written."""
+    batch = col(0, 0, 2, 3)
+    with pytest.warns(UserWarning, match=words):
+        fit(Net(lin(1), loss=loss, optimizer=sgd(0.01)), [batch, batch], Way(m, 2), strategy={"split": "step"})
+
+
+@in_few_pipelines
+@pytest.mark.parametrize(("loss", "right"), [("mean", (45, 30, 18)), ("sum", (180, 120, 72))])
+def test_the_update_does_not_depend_on_the_number_of_microbatches(way: Way, loss: str, right: tuple[int, ...]) -> None:
+    """With nothing set: a factor of M, or a sum taken for a mean."""
+    module = Net(lin(2), lin(3), lin(5), loss=lambda m, b: getattr(m.net(b), loss)(), optimizer=sgd(0.001))
+    fit(module, [X], way)
+    assert weights(module) == near([2 - 0.001 * right[0], 3 - 0.001 * right[1], 5 - 0.001 * right[2]])

@@ -63,6 +63,7 @@ def test_autocast_grad_mode_and_train_mode_in_every_pass(way: Way) -> None:
     """A pass in a thread that does not know of autocast, or a recompute that sees other modes than the first pass."""
     noted: list[list[Pass]] = [[], [], []]
     module = Validates(*map(Mixed, noted))
+    module.first, module.second, module.third = noted  # what an extra run notes is undone
     batch = torch.ones(4, 4)
     fit(module, [batch], way, val=[batch], num_sanity_val_steps=0, precision="bf16-mixed")
     mixed = {"autocast": True, "dtype": torch.bfloat16, "inside": torch.bfloat16, "outside": torch.float32}
