@@ -389,7 +389,9 @@ class _Repeatable(TorchFunctionMode):
         elif any_parameter((*args, *kwargs.values()), _is_parameter):
             if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
                 return args[0].detach().clone()
-            if name in ("__set__", "requires_grad_") or not is_about_the_object(func):
+            if name in ("__set__", "requires_grad_"):
+                args = (args[0].detach().clone(), *args[1:])
+            elif not is_about_the_object(func):
                 # Whatever it is, and whatever views of it are handed on: what changes is a copy.
                 args = tuple(map(_copied, args))
                 kwargs = {key: _copied(value) for key, value in kwargs.items()}
@@ -401,9 +403,9 @@ def _is_parameter(value: object) -> bool:
 
 
 def _copied(value: Any) -> Any:
-    """The value with a copy of each parameter, in lists and tuples, too."""
+    """The value with a copy of each parameter, in lists and tuples, too. Gradients lead to the parameters."""
     if isinstance(value, nn.Parameter):
-        return value.detach().clone()
+        return value.clone()
     if type(value) in (list, tuple):
         return type(value)(map(_copied, value))
     return value
