@@ -19,7 +19,7 @@ _HARMLESS_MODULES = {
 }  # fmt: skip
 
 _HOOKS_BETWEEN_BATCHES = (
-    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_after_backward",
+    "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step",
 )  # fmt: skip
 _DATA_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
+from lightning_roundpipe.pipeline.interception import any_parameter, is_about_the_object
 from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.pipeline.watching import is_plain_object, named_by_code
@@ -397,12 +398,29 @@ class _Repeatable(TorchFunctionMode):
         elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) > 5:
             position = 5 if isinstance(args[4], int) and not isinstance(args[4], bool) else 6
             args = (*args[:position], 0.0, *args[position + 1 :])
-        elif args and isinstance(args[0], nn.Parameter):
+        elif any_parameter((*args, *kwargs.values()), _is_parameter):
             if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
                 return args[0].detach().clone()
-            if name == "__set__" or (name.endswith("_") and not name.endswith("__")):
+            if name in ("__set__", "requires_grad_"):
                 args = (args[0].detach().clone(), *args[1:])
+            elif not is_about_the_object(func):
+                # Whatever it is, and whatever views of it are handed on: what changes is a copy.
+                args = tuple(map(_copied, args))
+                kwargs = {key: _copied(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _is_parameter(value: object) -> bool:
+    return isinstance(value, nn.Parameter)
+
+
+def _copied(value: Any) -> Any:
+    """The value with a copy of each parameter, in lists and tuples, too. Gradients lead to the parameters."""
+    if isinstance(value, nn.Parameter):
+        return value.clone()
+    if type(value) in (list, tuple):
+        return type(value)(map(_copied, value))
+    return value
 
 
 def _without_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

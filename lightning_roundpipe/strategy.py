@@ -30,6 +30,7 @@ from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
@@ -69,7 +70,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         microbatches: Into how many microbatches a batch is split; by default one more than devices. Never more than
             the batch has samples.
         staleness: 0: a batch computes with the parameters after the previous batch's optimizer step, as on one device.
-            1: with those one step before, so that the step is hidden behind the next batch's computation.
+            1: with those one step before, so that the step is hidden behind the next batch's computation. All that
+            ``training_step`` reads of trained parameters is then that old; it cannot change them itself.
         layers: Which submodules are moved and run as one: class names, classes, module paths, or a function. By
             default the repeated blocks of the model and what remains; see :func:`find_layers`.
         split: ``"step"``: each microbatch runs ``training_step`` on its part of the batch. ``"model"``:
@@ -139,6 +141,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """The user's own way to cut a batch: ``split`` of the module or the data module."""
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
+        self._between: UseBetweenBatches | None = None
         self._settled = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
@@ -269,6 +272,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             partial(self._average, pipeline),
         )
         self._worker.skip_to(pipeline.store.enqueued)
+        self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)
         self._restored = self._last_state = None
         self._own_split = mb.own_split(module, getattr(trainer, "datamodule", None))
         if self._own_split is not None:
@@ -289,7 +293,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _close(self) -> None:
         pipeline, worker, state = self._pipeline, self._worker, self._state()
-        self._pipeline = self._worker = self._batch = None
+        if self._between is not None:
+            self._between.end()
+        self._pipeline = self._worker = self._batch = self._between = None
         self.steps_in_background = False
         if pipeline is None:
             return
@@ -345,6 +351,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         module = trainer.lightning_module
         if any(parameter._post_accumulate_grad_hooks for parameter in module.parameters()):
             reasons.append("a parameter's post-accumulate-grad hook")
+        scripts = (part for part in module.modules() if isinstance(part, torch.jit.ScriptModule))
+        if any(parameter.requires_grad for script in scripts for parameter in script.parameters()):
+            reasons.append("a script (torch.jit)")
         if reasons:
             rank_zero_info(
                 "roundpipe: the optimizer steps in line, not in the background, because of "
@@ -359,6 +368,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """Runs the step's forward in microbatches; their backward goes on when this returns."""
         module, trainer = self.lightning_module, self._trainer
         assert module is not None and trainer is not None
+        if self._between is not None:
+            self._between.end()  # the step waits for what it needs
         if self.processes is not None:
             self.processes.follow_changed_buffers(module, self._wait_backward)
         skips_backward = trainer.fit_loop.epoch_loop.automatic_optimization._skip_backward  # last epoch of SWA
@@ -366,6 +377,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self.settle()
             return super().training_step(*args, **kwargs)
         pipeline = self._pipeline or self._open()
+        assert self._between is not None
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
@@ -415,6 +427,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 pipeline.wait_backward()  # the recompute must see the same default dtype
         if len(pieces) > 1:
             logging.replay(losses, weights)
+        if any(loss is not None for loss in self._batch.losses):
+            pipeline.take_own_gradients()
+        if self._batch.deferred and self.steps_in_background:
+            self._between.begin()  # the user's own backward may use parameters that the batch did not
         return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
@@ -593,7 +609,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self.average_by_hand()
             return
         pipeline.check()
+        pipeline.add_own_gradients()
         if self.steps_in_background:
+            assert self._between is not None
+            self._between.begin()
             return
         pipeline.wait_backward()
         if trainer is not None and not trainer.fit_loop._should_accumulate():
@@ -656,7 +675,16 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if self._pipeline is not None and self._worker is not None:
             self._pipeline.wait_backward()
             self._pipeline.until(self._worker.wait_idle)
+            assert self._between is not None
+            self._between.end()
             self._settled = True
+
+    def _settle_in_use(self) -> None:
+        """The same where the backward of the last batch may still be to come."""
+        if self._batch is not None and not self._batch.released:
+            self.settle_steps()
+        else:
+            self.settle()
 
     # -- state -----------------------------------------------------------------------------------------------------
 

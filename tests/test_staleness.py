@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import (
     Validations,
     Watch,
@@ -38,8 +39,11 @@ def make(name: str, **options: Any) -> Lit:
 def one_step_behind(
     model: Lit, batches: list[Any], m: int, optimizer: Any, accumulate: int = 1, clip: float | None = None
 ) -> dict:
-    """The reference. `model` holds the newest parameters; `used` those that the gradients are computed with."""
-    used = copy.deepcopy(model).train()
+    """The reference. `model` holds the newest parameters; `used` those that the gradients are computed with. What is
+    frozen has no age: both hold the same.
+    """
+    frozen = {id(parameter): parameter for parameter in model.parameters() if not parameter.requires_grad}
+    used = copy.deepcopy(model, frozen).train()
     stepper = optimizer(model.parameters())
     for index, batch in enumerate(batches):
         for part in split(batch, m):
@@ -190,3 +194,165 @@ def test_the_loop_without_delay_is_plain_lightning() -> None:
     fit(plain, batches)
     assert_equal(expected["weights"], weights(plain))
     assert_equal(expected["losses"], plain.seen)
+
+
+# --- all that the step reads is one step behind, however it reads it
+
+
+class Reads(Lit):
+    """Blocks, and a weight that is used between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(3)))
+        self.head = nn.Linear(6, 3)
+        self.scale = nn.Parameter(torch.linspace(0.9, 1.1, 6))
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def target(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        hidden = self.net(x) * self.scale
+        return F.mse_loss(self.head(hidden - self.target(x)), batch["y"])
+
+
+class LayersWithoutGradients(Reads):
+    @torch.no_grad()
+    def target(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+class ParametersWithoutGradients(Reads):
+    @torch.no_grad()
+    def target(self, x: Tensor) -> Tensor:
+        return F.linear(x * self.scale, self.net[1][0].weight, self.net[0][0].bias)
+
+
+class Data(Reads):
+    def target(self, x: Tensor) -> Tensor:
+        return x * self.scale.data + self.net[2][0].weight.data.norm() + self.net[0][0].bias.detach()
+
+
+class Copies(Reads):
+    @torch.no_grad()
+    def target(self, x: Tensor) -> Tensor:
+        return copy.deepcopy(self.net)(x) * copy.deepcopy(self.scale)
+
+
+class Numbers(Reads):
+    def target(self, x: Tensor) -> Tensor:
+        return x * float(self.scale.detach().numpy().sum()) + self.head.bias.tolist()[0]
+
+
+class Followed(Reads):
+    """A teacher follows the student that the step computes with, and is used at once."""
+
+    def follow(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        raise NotImplementedError
+
+    def target(self, x: Tensor) -> Tensor:
+        for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+            self.follow(teacher, student)
+        return self.teacher(x)
+
+
+class FollowedInPlace(Followed):
+    @torch.no_grad()
+    def follow(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        teacher.mul_(0.5).add_(student, alpha=0.5)
+
+
+class FollowedByData(Followed):
+    def follow(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        teacher.data.mul_(0.5).add_(student.data, alpha=0.5)
+
+
+class FollowedByNewData(Followed):
+    def follow(self, teacher: nn.Parameter, student: nn.Parameter) -> None:
+        teacher.data = teacher.data * 0.5 + student.data * 0.5
+
+
+class FollowedForEach(Followed):
+    @torch.no_grad()
+    def target(self, x: Tensor) -> Tensor:
+        torch._foreach_lerp_(list(self.teacher.parameters()), list(self.net.parameters()), 0.5)
+        return self.teacher(x)
+
+
+READS = [
+    LayersWithoutGradients, ParametersWithoutGradients, Data, Copies, Numbers, FollowedInPlace, FollowedByData,
+    FollowedByNewData, FollowedForEach,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("m", "devices"), [(1, 1), (1, 2), (2, 2), (4, 3)])
+@pytest.mark.parametrize("kind", READS)
+def test_every_read_is_one_step_behind(kind: type[Reads], m: int, devices: int) -> None:
+    def build() -> Reads:
+        torch.manual_seed(7)
+        return kind().double()
+
+    batches = batches_of(vectors, 6, 12)
+    reference = one_step_behind(build(), batches, m, SGD)
+    plain = build()
+    fit_pipeline(plain, batches, m, devices)
+    assert differs(reference["weights"], weights(plain)), "staleness must matter"
+    assert_alike(ours(build(), batches, m, devices), reference, 1e-13)
+
+
+class ClampsInTheStep(Reads):
+    def clamp(self) -> None:
+        raise NotImplementedError
+
+    def target(self, x: Tensor) -> Tensor:
+        self.clamp()
+        return torch.zeros_like(x)
+
+
+class Clamps(ClampsInTheStep):
+    @torch.no_grad()
+    def clamp(self) -> None:
+        self.scale.clamp_(0.95, 1.05)
+
+
+class ClampsData(ClampsInTheStep):
+    def clamp(self) -> None:
+        self.net[1][0].weight.data.clamp_(-0.1, 0.1)
+
+
+class ClampsByNewData(ClampsInTheStep):
+    def clamp(self) -> None:
+        self.net[1][0].weight.data = self.net[1][0].weight.data.clamp(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("kind", [Clamps, ClampsData, ClampsByNewData])
+def test_a_step_that_changes_trained_parameters_is_refused(kind: type[Reads], m: int) -> None:
+    with pytest.raises(RuntimeError, match=r"The step changes the parameter .* itself.*two values.*staleness 0"):
+        ours(kind().double(), batches_of(vectors, 3, 12), m, 2)
+
+
+def test_unfreezing() -> None:
+    """From the batch on in which it is unfrozen, a parameter is one step behind, too."""
+
+    class Unfreezes(LayersWithoutGradients):
+        def on_train_epoch_start(self) -> None:
+            self.net[1].requires_grad_(self.current_epoch > 0)
+
+    batches = batches_of(vectors, 3, 12)
+    model, expected = (copy.deepcopy(Unfreezes().double()) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    made = ours(model, batches, 2, 2, max_epochs=3)
+
+    used, stepper = copy.deepcopy(expected).train(), SGD(expected.parameters())
+    for number, batch in enumerate(batches * 3):
+        for part in split(batch, 2):
+            (used.loss(part) / 2).backward()
+        before_step = copy.deepcopy(expected.state_dict())
+        for (name, newest), old in zip(expected.named_parameters(), used.parameters(), strict=True):
+            newest.grad, old.grad = None if number < 3 and name.startswith("net.1") else old.grad, None
+        stepper.step()
+        used.load_state_dict(before_step)
+    assert_alike(made["weights"], weights(expected), 1e-13)

@@ -58,6 +58,15 @@ class Microbatch:
         self.norm_statistics: list[NormStatistics] = []
         self.calls_left: dict[Unit, int] = {}
         self.units_left: set[Unit] = set()
+        self.units_awaited: set[Unit] = set()
+        """Units whose optimizer step this microbatch knows to be done."""
+        self.lent: list[tuple[nn.Parameter, Tensor, int]] = []
+        """Memory of parameters that the code between layers was given, and its version then."""
+        self.flagged: dict[nn.Parameter, None] = {}
+        """Parameters whose ``requires_grad`` the code between layers has set."""
+        self.frozen: set[int] = set()
+        """Those of them, by id, that were frozen when the step ended: autograd leaves them without gradient."""
+        self._graph_task = -1
         self.where = ""
         self.phase = "forward"
         self.mode: OutsideParameters | None = None
@@ -74,6 +83,14 @@ class Microbatch:
     def number(self) -> int:
         """Tells it apart from all others of the same step."""
         return self.batch.first + self.index
+
+    def note_graph_task(self) -> None:
+        """Called by autograd when it begins with the loss."""
+        self._graph_task = torch._C._current_graph_task_id()
+
+    def in_graph_task(self) -> bool:
+        """Whether autograd is in the loss's own graph, and not in one within it (a reentrant checkpoint's)."""
+        return torch._C._current_graph_task_id() == self._graph_task
 
     @property
     def label(self) -> str:
@@ -124,6 +141,8 @@ class Batch:
         """Attributes that each microbatch has for itself, as they were before the batch."""
         self.changed: dict[Key, Any] = {}
         """Attributes that microbatches have set, as they were before the batch."""
+        self.pending_units: set[Unit] = set()
+        """Units whose optimizer step was not done when the batch began."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
         self.moved: set[tuple[int, int, str, int]] = set()

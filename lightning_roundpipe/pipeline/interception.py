@@ -214,27 +214,33 @@ class OutsideParameters(TorchFunctionMode):
     """Parameters used by the code between layers: replaced by leaves of the microbatch's own.
 
     So their gradients are the microbatch's, not added by several threads to the module's parameters in any order.
-    Where gradients are disabled, the parameters themselves are meant, as in an in-place update of a teacher.
 
     Args:
         owns: Whether a tensor is one of the module's parameters.
         stand_in: The leaf that stands for a parameter in this microbatch.
-        settle: Waits until a parameter's pending optimizer step is done.
-        touched: Told of a parameter whose own memory the code was given, and whether it certainly changes it.
+        value: The same where gradients are disabled, as in an in-place update of a teacher.
+        memory: What stands for it where its memory is asked for (``.data``).
+        touched: Told of a parameter whose memory the code was given, and whether it certainly changes it.
+        flagged: Told of a parameter whose ``requires_grad`` is going to be changed.
     """
 
     def __init__(
         self,
         owns: Callable[[object], bool],
+        *,
         stand_in: Callable[[nn.Parameter], Tensor],
-        settle: Callable[[nn.Parameter], None],
-        touched: Callable[[nn.Parameter, bool], None],
+        value: Callable[[nn.Parameter], Tensor],
+        memory: Callable[[nn.Parameter], Tensor],
+        touched: Callable[[nn.Parameter, Tensor, bool], None],
+        flagged: Callable[[nn.Parameter], None],
     ) -> None:
         super().__init__()
         self._owns = owns
         self._stand_in = stand_in
-        self._settle = settle
+        self._value = value
+        self._memory = memory
         self._touched = touched
+        self._flagged = flagged
         self._paused = False
 
     @contextmanager
@@ -252,61 +258,90 @@ class OutsideParameters(TorchFunctionMode):
         kwargs = kwargs or {}
         if self._paused:
             return func(*args, **kwargs)
-        involved = self._any_parameter(args) or (kwargs and self._any_parameter(kwargs.values()))
-        if involved and _touches_memory(func):
-            return self._with_masters(func, args, kwargs)
-        if involved and not _is_about_the_object(func):
-            if not torch.is_grad_enabled() and args and _changes_in_place(func) and self._owns(args[0]):
-                self._touched(args[0], True)
+        involved = any_parameter(args, self._owns) or any_parameter(kwargs.values(), self._owns)
+        if involved and touches_memory(func):
+            return self._with_memory(func, args, kwargs)
+        if involved and not is_about_the_object(func):
             return self._with_stand_ins(func, args, kwargs)
+        if involved and _freezes_or_unfreezes(func, args, kwargs):
+            self._flagged(args[0])
         return func(*args, **kwargs)
 
     @torch.compiler.disable
     def _with_stand_ins(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return func(*map(self.replace, args), **{key: self.replace(item) for key, item in kwargs.items()})
-
-    @torch.compiler.disable
-    def _with_masters(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Functions that read or write a parameter's own memory: after its pending step."""
-        parameters = [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Parameter) and self._owns(item)]
-        for parameter in parameters:
-            self._settle(parameter)
+        used: list[tuple[nn.Parameter, Tensor]] = []
+        args = tuple(self.replace(item, used) for item in args)
+        kwargs = {key: self.replace(item, used) for key, item in kwargs.items()}
+        versions = [tensor._version for _, tensor in used]
         result = func(*args, **kwargs)
-        for parameter in parameters:
-            self._touched(parameter, getattr(func, "__name__", "") in ("__set__", "set_"))
+        for (parameter, tensor), version in zip(used, versions, strict=True):
+            if tensor._version != version:
+                self._touched(parameter, tensor, True)
         return result
 
-    def replace(self, item: Any) -> Any:
-        """A value with the module's parameters replaced, in lists and tuples, too."""
+    @torch.compiler.disable
+    def _with_memory(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Functions that read or write a parameter's own memory."""
+        writes = getattr(func, "__name__", "") in ("__set__", "set_")
+        if writes and isinstance(args[0], nn.Parameter) and self._owns(args[0]):
+            parameter = args[0]
+            self._memory(parameter)  # after its pending step
+            args = (parameter, *(self._memory_of(item) for item in args[1:]))
+            self._touched(parameter, parameter, True)
+            result = func(*args, **kwargs)
+            self._touched(parameter, parameter, True)
+            return result
+        parameters = [item for item in (*args, *kwargs.values()) if isinstance(item, nn.Parameter) and self._owns(item)]
+        result = func(
+            *(self._memory_of(item) for item in args),
+            **{key: self._memory_of(item) for key, item in kwargs.items()},
+        )
+        for parameter in parameters:
+            self._touched(parameter, result if isinstance(result, Tensor) else parameter, False)
+        return result
+
+    def _memory_of(self, item: Any) -> Any:
+        return self._memory(item) if isinstance(item, nn.Parameter) and self._owns(item) else item
+
+    def replace(self, item: Any, used: list[tuple[nn.Parameter, Tensor]] | None = None) -> Any:
+        """A value with the module's parameters replaced, in lists and tuples, too. Notes in ``used`` what was."""
         if isinstance(item, nn.Parameter) and self._owns(item):
-            if not torch.is_grad_enabled():
-                self._settle(item)
-                return item
-            return self._stand_in(item)
-        if type(item) in (list, tuple) and self._any_parameter(item):
-            return type(item)(self.replace(part) for part in item)
+            new = self._stand_in(item) if torch.is_grad_enabled() else self._value(item)
+            if used is not None:
+                used.append((item, new))
+            return new
+        if type(item) in (list, tuple) and any_parameter(item, self._owns):
+            return type(item)(self.replace(part, used) for part in item)
         return item
 
-    def _any_parameter(self, items: Iterable[Any]) -> bool:
-        return any(
-            isinstance(item, nn.Parameter) or (type(item) in (list, tuple) and self._any_parameter(item))
-            for item in items
-        )
+
+def any_parameter(items: Iterable[Any], owns: Callable[[object], bool]) -> bool:
+    """Whether one of the module's parameters is among the items, or in lists and tuples among them."""
+    return any(
+        (isinstance(item, nn.Parameter) and owns(item)) or (type(item) in (list, tuple) and any_parameter(item, owns))
+        for item in items
+    )
 
 
-def _touches_memory(func: Callable[..., Any]) -> bool:
+def touches_memory(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
     return name in ("__deepcopy__", "__reduce_ex__", "set_", "untyped_storage", "data_ptr", "numpy", "share_memory_")
 
 
-def _changes_in_place(func: Callable[..., Any]) -> bool:
+def _freezes_or_unfreezes(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
-    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name.endswith("__"))
+    if name == "__set__" and getattr(getattr(func, "__self__", None), "__name__", "") == "requires_grad":
+        wanted = args[1]
+    elif name == "requires_grad_":
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+    else:
+        return False
+    return bool(wanted) != args[0].requires_grad
 
 
-def _is_about_the_object(func: Callable[..., Any]) -> bool:
+def is_about_the_object(func: Callable[..., Any]) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         return getattr(getattr(func, "__self__", None), "__name__", "") not in _DIFFERENTIABLE_PROPERTIES

@@ -47,6 +47,10 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
             return
         if module in seen or not (_callable(module) or _holds_modules(module)):
             return
+        if _holds_script(module):  # a script cannot be replicated, nor can what holds one
+            seen.add(module)
+            descend(name, module)
+            return
         if not is_open(module, repeated):
             if _callable(module) and (module in chosen or _worth_moving(module)):
                 seen.add(module)
@@ -56,6 +60,8 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
         descend(name, module)
 
     def descend(name: str, module: nn.Module) -> None:
+        if isinstance(module, torch.jit.ScriptModule):
+            return
         kinds = Counter(type(uncompiled(child)) for child in module.children())
         in_container = isinstance(module, _CONTAINERS)
         for child_name, child in module.named_children():
@@ -77,13 +83,18 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 def _callable(module: nn.Module) -> bool:
     """Containers of parameters or modules have no forward of their own."""
-    if isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule)):  # a script cannot be replicated
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, torch.jit.ScriptModule)):
         return False
     return type(module).forward is not nn.Module.forward
 
 
 def _holds_modules(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
+
+
+def _holds_script(module: nn.Module) -> bool:
+    """Whether there is a script with tensors of its own in it. One without may stay where it is, in a replica, too."""
+    return any(isinstance(part, torch.jit.ScriptModule) and _worth_moving(part) for part in module.modules())
 
 
 def _contains(module: nn.Module, chosen: set[nn.Module]) -> bool:

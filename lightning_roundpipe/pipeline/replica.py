@@ -115,7 +115,7 @@ class Layer:
         self.index = index
         self.name = name
         self.module = module
-        self.modules = list(module.modules())
+        self.modules = own_modules(module)
         self.kinds = [type(submodule) for submodule in self.modules]
         self.traits = Traits()
         self.parameters: list[nn.Parameter] = []
@@ -149,7 +149,7 @@ class Layer:
 
     def is_current(self) -> bool:
         """Whether the module still consists of the same modules and parameters."""
-        now = list(self.module.modules())
+        now = own_modules(self.module)
         if len(self.modules) != len(now) or not all(map(operator.is_, self.modules, now)):
             return False
         return self.has_own_parameters() and sum(len(module._parameters) for module in self.modules) == len(
@@ -330,6 +330,11 @@ def _bound(function: Any) -> list[Any]:
     return [*defaults, *(cell.cell_contents for cell in function.__closure__ or () if cell != _EMPTY)]
 
 
+def own_modules(module: nn.Module) -> list[nn.Module]:
+    """The modules of a layer that a replica stands for: all but scripts, which have no tensors there."""
+    return [submodule for submodule in module.modules() if not isinstance(submodule, torch.jit.ScriptModule)]
+
+
 def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys()
 
@@ -369,10 +374,7 @@ class Replica:
             for kind, module in zip(layer.kinds, layer.modules, strict=True)
         ]
         self._submodules = [
-            {
-                key: None if child is None else self.shells[layer._module_index[id(child)]]
-                for key, child in module._modules.items()
-            }
+            {key: None if child is None else self._inside(child, ()) for key, child in module._modules.items()}
             for module in layer.modules
         ]
         self._submodules_at_first = [dict(children) for children in self._submodules]

@@ -15,14 +15,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode, _pop_mode_temporarily
-from torch.utils.hooks import RemovableHandle
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.call_split import CallSplit, CannotSplitError, signature
+from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.compiling import before_compiling, count_compilations, unprepared_compilations
 from lightning_roundpipe.pipeline.fan_out import FanOut, Lines
 from lightning_roundpipe.pipeline.interception import (
@@ -101,6 +102,7 @@ class Pipeline(CallOwner):
         self.attributes = ModuleAttributes(root, self.layers, self.run_serially)
         self.store = ParameterStore(root, self.layers, self.monitor, staleness)
         self.gradients = Gradients(self.store, self.monitor)
+        self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
         self.plan: Plan | None = None
         self._splits: dict[tuple[int, Hashable], CallSplit] = {}
         """How calls are split in steps that see the whole batch: by module and kind of arguments."""
@@ -115,8 +117,12 @@ class Pipeline(CallOwner):
         self._threads: list[WorkThread] = []
         self._units_outside: dict[Unit, None] = {}
         """Units that the code between layers has used."""
-        self._direct: dict[nn.Parameter, None] = {}
-        self._direct_handles: list[RemovableHandle] = []
+        self._catcher = GradientCatcher(self.store.parameters(), self._catch_gradient)
+        self._units_past_us: set[Unit] = set()
+        """Units whose parameters autograd has reached past our stand-ins, by custom functions, say."""
+        self._own: list[tuple[nn.Parameter, Tensor]] | None = None
+        """Gradients of the main thread's own backward, while it is between a batch's forward and the end of that."""
+        self._main_thread = threading.get_ident()
         self._batch: Batch | None = None
         self._left_random_state: Tensor | None = None
         self.serial_reason: str | None = None
@@ -170,10 +176,9 @@ class Pipeline(CallOwner):
                 " Change them before fit, or call fit again after the change."
             )
         self.store.refresh(values=values_changed)
-        if self._direct:
-            self.wait_backward()  # it still puts gradients of these into `.grad`
-        for parameter in self._direct:
-            parameter.grad = None  # what is there is in the sums
+        self._catcher.refresh()
+        if self._units_past_us and self._batch is not None and self._batch.released:
+            self.wait_backward()  # a reentrant checkpoint runs the user's own modules in it
         splits_calls = bool(self._splits)
         plan = None if splits_calls else self._plan_for(deferred, len(weights))
         batch = Batch(
@@ -190,6 +195,7 @@ class Pipeline(CallOwner):
             splits_calls=splits_calls,
         )
         self._has_seen_several |= batch.microbatches > 1
+        batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self.batches += 1
         self.step += 1
         self.last_microbatches = self._split_into if splits_calls else batch.microbatches
@@ -268,13 +274,24 @@ class Pipeline(CallOwner):
             self.until(self._batch.wait_all)
         self.check()
 
+    def take_own_gradients(self) -> None:
+        """From now on, gradients that the main thread's own code computes belong to the last batch."""
+        self._own = []
+
+    def add_own_gradients(self) -> None:
+        """Adds what the main thread's own code has computed, such as a penalty in an overridden ``backward``."""
+        own, self._own = self._own, None
+        if own:
+            self.wait_backward()
+            for parameter, gradient in own:
+                self.gradients.add(parameter, gradient)
+
     def close(self) -> None:
         """Ends all threads. Whatever still runs is cancelled."""
         self.monitor.fail(Cancelled())
         for thread in self._threads:
             thread.close()
-        for handle in self._direct_handles:
-            handle.remove()
+        self._catcher.close()
         self._threads = []
         self._batch = None
 
@@ -446,12 +463,14 @@ class Pipeline(CallOwner):
         batch, number = microbatch.batch, microbatch.number
         batch.runs[microbatch.index] = microbatch
         if batch.splits_calls:
+            self.store.wait(list(self._units_past_us), batch.version, batch.number)
             place = self.baton.request()
         elif batch.serial:
             self.turnstiles.enter((batch.number, _serial(number, False)))
+            self.store.wait(list(self._units_past_us), batch.version, batch.number)
             place = self.baton.request()
         else:  # the steps begin in the order of the microbatches, and need not wait for parameters on the way
-            self.store.wait(self._units_outside, batch.version, batch.number)
+            self.store.wait(list(self._units_outside), batch.version, batch.number)
             self.turnstiles.enter((batch.number, _start(number)))
             place = self.baton.request()
             self.turnstiles.leave((batch.number, _start(number)))
@@ -536,6 +555,9 @@ class Pipeline(CallOwner):
             )
         fan_out.done = True
         fan_out.give(gradients)
+        for run in fan_out.runs:
+            assert run is not None
+            run.frozen |= microbatch.frozen
         self._release_baton(microbatch)
         self.turnstiles.extend(fan_out.backward_lines)
         for index, thread in enumerate(self._threads[1 : 1 + fan_out.microbatches]):
@@ -562,9 +584,11 @@ class Pipeline(CallOwner):
         batch = microbatch.batch
         mode = microbatch.mode = OutsideParameters(
             self.store.owns,
-            lambda parameter: self._stand_in(microbatch, parameter),
-            lambda parameter: self._settle(microbatch, parameter, self.store.enqueued),
-            lambda parameter, written: self._touched(microbatch, parameter, written),
+            stand_in=partial(self._stand_in, microbatch),
+            value=partial(self._value, microbatch),
+            memory=partial(self._memory, microbatch),
+            touched=partial(self._touched, microbatch),
+            flagged=partial(self._flagged, microbatch),
         )
         self._take_baton(microbatch, place)
         try:
@@ -576,6 +600,10 @@ class Pipeline(CallOwner):
                 if batch.records:
                     stack.enter_context(microbatch.accesses.noted())
                 result = step()
+            for parameter, tensor, version in microbatch.lent:
+                if tensor._version != version:
+                    self._touched(microbatch, parameter, tensor, True)
+            microbatch.frozen = {id(parameter) for parameter in microbatch.flagged if not parameter.requires_grad}
         finally:
             self._release_baton(microbatch)
         if batch.plan is not None:
@@ -590,22 +618,30 @@ class Pipeline(CallOwner):
         microbatch.phase = "backward"
         microbatch.where = ""
         microbatch.in_backward = True
+        handles = [root.register_hook(lambda _: microbatch.note_graph_task()) for root in roots if root.requires_grad]
         self._take_baton(microbatch)
         try:
             torch.autograd.backward(roots, seeds)
         finally:
             self._release_baton(microbatch)
+            for handle in handles:
+                handle.remove()
         for parameter, leaf in microbatch.stand_ins.values():
-            if leaf.grad is not None:
+            if leaf.grad is not None and id(parameter) not in microbatch.frozen:
                 batch.gradients.add(microbatch.index, parameter, leaf.grad)
                 leaf.grad = None
         if batch.records:
             for call in microbatch.calls:
                 call.check_nothing_escaped()
-            self._find_direct_gradients(microbatch)
 
     def _call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One layer call of the user's step."""
+        if self._parametrized and parametrize._cache_enabled:
+            raise RuntimeError(
+                f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), whose cache belongs to the"
+                " whole process, while layers run for several microbatches and again for the backward pass. Leave the"
+                " context out: a parametrization is computed once in each call."
+            )
         batch, store = microbatch.batch, self.store
         state = layer.attributes()
         attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
@@ -632,6 +668,8 @@ class Pipeline(CallOwner):
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
+            microbatch.units_awaited.update(store.units_of_layer(layer))
+            versions = [leaf._version for leaf in leaves]
             if not grad:
                 run_mode = Mode.PLAIN
             elif (
@@ -649,6 +687,9 @@ class Pipeline(CallOwner):
             self.turns.leave_forward(microbatch, call)
             self._take_baton(microbatch, place)
             microbatch.where = ""
+            for parameter, leaf, version in zip(layer.parameters, leaves, versions, strict=True):
+                if leaf._version != version:
+                    self._touched(microbatch, parameter, leaf, True)
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
         run.built.write_back(escaped.argument_changes)
@@ -746,7 +787,8 @@ class Pipeline(CallOwner):
                 self._end_compiling(microbatch)
             count_gradients(device, microbatch, found)
             for parameter, gradient in found:
-                batch.gradients.add(microbatch.index, parameter, gradient)
+                if id(parameter) not in microbatch.frozen:
+                    batch.gradients.add(microbatch.index, parameter, gradient)
             self._count_down(microbatch, call)
             place = self.baton.request()
             self.turns.leave_backward(microbatch, call)
@@ -868,24 +910,57 @@ class Pipeline(CallOwner):
         version = microbatch.batch.version
         self._settle(microbatch, parameter, version)
         leaf = self.store.full_precision_leaf(parameter, version).detach().requires_grad_(parameter.requires_grad)
+        microbatch.lent.append((parameter, leaf, leaf._version))
+        if leaf.requires_grad:
+            leaf.register_hook(
+                partial(_refuse_elsewhere, _identity(microbatch), microbatch.label, self.store.name(parameter))
+            )
         leaf.is_stand_in = True  # type: ignore[attr-defined]  # so that a layer's graph shows where it leads
         microbatch.stand_ins[id(parameter)] = (parameter, leaf)
         microbatch.batch.used_outside.add(id(parameter))
         self._units_outside[self.store.unit_of(parameter)] = None
         return leaf
 
+    def _value(self, microbatch: Microbatch, parameter: nn.Parameter) -> Tensor:
+        """What the code between layers computes with, and may change, where gradients are disabled."""
+        if self.store.keeps_versions(parameter):
+            return self._stand_in(microbatch, parameter)
+        self._settle(microbatch, parameter, self.store.enqueued)
+        return parameter
+
+    def _memory(self, microbatch: Microbatch, parameter: nn.Parameter) -> Tensor:
+        """The memory that the code between layers gets when it asks for a parameter's own."""
+        if not self.store.keeps_versions(parameter):
+            self._settle(microbatch, parameter, self.store.enqueued)
+            return parameter
+        self._stand_in(microbatch, parameter)
+        return self.store.full_precision_leaf(parameter, microbatch.batch.version)
+
     def _settle(self, microbatch: Microbatch, parameter: nn.Parameter, version: int) -> None:
         """Waits for a parameter that the code between layers uses. Not with the baton: the step may depend on it."""
         unit = self.store.unit_of(parameter)
+        microbatch.units_awaited.add(unit)
         if unit.done < version:
             self._release_baton(microbatch)
             self.store.wait((unit,), version, microbatch.batch.number)
             self._take_baton(microbatch)
 
-    def _touched(self, microbatch: Microbatch, parameter: nn.Parameter, written: bool) -> None:
-        """The code between layers got hold of a parameter's own memory, and may change it at this point of the step."""
-        self.store.follow(parameter)
+    def _touched(self, microbatch: Microbatch, parameter: nn.Parameter, memory: Tensor, written: bool) -> None:
+        """The code between layers got hold of a parameter's memory, and may change it at this point of the step."""
         batch = microbatch.batch
+        if self.store.keeps_versions(parameter):
+            if written:
+                raise RuntimeError(
+                    f"The step changes the parameter {self.store.name(parameter)!r} itself. With staleness 1 it has two"
+                    " values, the one that the step computes with and that after the optimizer's next step, and the"
+                    " change belongs to both. Change it in a hook after the step (on_train_batch_end), freeze it with"
+                    " requires_grad_(False) if the optimizer does not train it, or use strategy='roundpipe' (staleness"
+                    " 0)."
+                )
+            microbatch.lent.append((parameter, memory, memory._version))
+            return
+        self.store.follow(parameter)
+        batch.used_outside.add(id(parameter))
         if batch.microbatches == 1:
             return
         self.run_serially("the step changes parameters or takes their data")
@@ -896,18 +971,35 @@ class Pipeline(CallOwner):
                 " training_step, or train with RoundPipeStrategy(microbatches=1)."
             )
 
+    def _flagged(self, microbatch: Microbatch, parameter: nn.Parameter) -> None:
+        """The code between layers sets a parameter's ``requires_grad``, which all microbatches see."""
+        microbatch.flagged[parameter] = None
+        batch = microbatch.batch
+        if batch.microbatches == 1:
+            return
+        self.run_serially("the step freezes or unfreezes parameters")
+        if not batch.serial:
+            raise RuntimeError(
+                f"The step freezes or unfreezes the parameter {self.store.name(parameter)!r}, which it did not do in"
+                " the first batch, while other microbatches compute with it. Do it from the first batch on, outside of"
+                " training_step, or train with RoundPipeStrategy(microbatches=1)."
+            )
+
     def _count_calls(self, microbatch: Microbatch) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
         microbatch.units_left = set(units)
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
+        late |= self._units_past_us
         left = microbatch.calls_left
         for call in microbatch.calls:
             call.check_aliases()
+            called = self.store.units_of_layer(call.layer)
             if call.differentiable:
-                for unit in self.store.units_of_layer(call.layer):
+                for unit in called:
                     left[unit] = left.get(unit, 0) + 1
-        late |= {self.store.unit_of(parameter) for parameter in self._direct}
+            elif self._units_past_us:
+                late.update(called)  # a reentrant checkpoint may run it again, with gradients
         if microbatch.batch.splits_calls:  # what its parts will add is not known yet
             late |= set(units)
         for unit in late:
@@ -916,27 +1008,49 @@ class Pipeline(CallOwner):
             if unit not in left:
                 self._finish_unit(microbatch, unit)
 
-    def _find_direct_gradients(self, microbatch: Microbatch) -> None:
-        """First batch: parameters that autograd reached past our stand-ins, by custom functions, say."""
-        for parameter in self.store.parameters():
-            if parameter.grad is None or parameter in self._direct:
-                continue
-            if self.store.staleness:
-                raise RuntimeError(
-                    f"The parameter {self.store.name(parameter)!r} is used outside its layer in a way that hides it"
-                    " from the pipeline (a custom autograd function or a reentrant checkpoint), so it cannot be the"
-                    " value one step behind. Use strategy='roundpipe' (staleness 0)."
-                )
-            self._direct[parameter] = None
-            self._catch_gradient(parameter)
-            handle = parameter.register_post_accumulate_grad_hook(self._catch_gradient)
-            self._direct_handles.append(handle)
-
-    def _catch_gradient(self, parameter: nn.Parameter) -> None:
+    def _catch_gradient(self, parameter: nn.Parameter, gradient: Tensor) -> bool:
+        """A gradient that autograd computed for a parameter itself, past our stand-ins."""
         microbatch: Microbatch | None = getattr(_running, "microbatch", None)
-        if microbatch is not None and parameter.grad is not None:
-            microbatch.batch.gradients.add(microbatch.index, parameter, parameter.grad)
-            parameter.grad = None
+        if microbatch is None:
+            if self._own is None or threading.get_ident() != self._main_thread:
+                return False
+            self._own.append((parameter, gradient))
+            return True
+        batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
+        if not microbatch.in_backward:
+            raise RuntimeError(
+                f"The gradient of the parameter {name!r} is computed by a backward within training_step, before the"
+                " step's own. Return one loss, or use manual optimization."
+            )
+        how = (
+            "in a way that hides it from the pipeline (a custom autograd function, a reentrant checkpoint or a script)"
+        )
+        if self.store.staleness:
+            raise RuntimeError(
+                f"The parameter {name!r} is used {how}, so it cannot be the value one step behind. Use"
+                " strategy='roundpipe' (staleness 0)."
+            )
+        if unit not in self._units_past_us:
+            known_in_time = not batch.gradients.has_finished(microbatch.index, unit) and (
+                unit not in batch.pending_units or unit in microbatch.units_awaited
+            )
+            if not (batch.records or known_in_time):
+                raise RuntimeError(
+                    f"The parameter {name!r} is used {how}, which it was not in the first batch, so its optimizer step"
+                    " was not waited for. Use it so from the first batch on, pass it to torch functions between layers"
+                    " or within its layer, or step in line with RoundPipeStrategy(background_step=False)."
+                )
+            self._units_past_us.add(unit)
+            self._units_outside[unit] = None
+            if any(layer.traits.writes_state or layer.norms(training=True) for layer in self.layers):
+                self.run_serially("a reentrant checkpoint may run a layer again that writes its own state")
+        if id(parameter) in microbatch.frozen:
+            return True
+        if microbatch.in_graph_task() and not parameter._backward_hooks:
+            batch.gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
+        else:
+            batch.gradients.deposit(microbatch.index, parameter, gradient, alone=not microbatch.in_graph_task())
+        return True
 
     def _count_down(self, microbatch: Microbatch, call: Call) -> None:
         left = microbatch.calls_left
@@ -953,6 +1067,20 @@ class Pipeline(CallOwner):
     def _finish_units(self, microbatch: Microbatch) -> None:
         for unit in sorted(microbatch.units_left, key=lambda unit: unit.index):
             self._finish_unit(microbatch, unit)
+
+
+def _identity(microbatch: Microbatch) -> tuple[int, int]:
+    return microbatch.batch.number, microbatch.number
+
+
+def _refuse_elsewhere(owner: tuple[int, int], label: str, parameter: str, gradient: Tensor) -> None:
+    """A leaf that stands for a parameter gets a gradient: in its own microbatch's backward, or nobody collects it."""
+    microbatch: Microbatch | None = getattr(_running, "microbatch", None)
+    if microbatch is None or _identity(microbatch) != owner:
+        raise RuntimeError(
+            f"A tensor that was made of the parameter {parameter!r} in {label} gets a gradient elsewhere, which would"
+            " be lost. Make such tensors anew in each training_step, or keep them detached."
+        )
 
 
 @contextmanager

@@ -5,12 +5,27 @@ first (last use first), then the microbatches in turn, batch after batch until t
 """
 
 import threading
+from collections.abc import Container
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.turnstile import Monitor
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
+
+
+@dataclass(slots=True)
+class _Deposit:
+    """A gradient that autograd had ready for a parameter's ``.grad``."""
+
+    index: int
+    """Of the parameter in its unit."""
+    gradient: Tensor
+    alone: bool
+    """Whether it comes from a graph of its own."""
+    comes_first: bool = False
+    """Whether some of what the pipeline adds up for the parameter came later."""
 
 
 class _Sum:
@@ -61,6 +76,11 @@ class Gradients:
         sum_ = self.sums[unit]
         return sum_.buffers[index] if sum_.filled[index] else None
 
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds to a parameter's sum, between batches."""
+        unit, index = self.position[id(parameter)]
+        self.sums[unit].add(index, gradient)
+
     def clear(self, unit: Unit) -> None:
         """Starts the unit's sums anew."""
         filled = self.sums[unit.index].filled
@@ -93,6 +113,7 @@ class BatchGradients:
         self._required_steps = gradients.store.enqueued
         units = len(gradients.sums)
         self._parts: list[dict[int, dict[int, Tensor]]] = [{} for _ in range(units)]
+        self._deposits: list[dict[int, list[_Deposit]]] = [{} for _ in range(units)]
         self._finished: list[set[int]] = [set() for _ in range(units)]
         self._next = [0] * units
         self._locks = [threading.Lock() for _ in range(units)]
@@ -110,6 +131,29 @@ class BatchGradients:
         present = parts.get(index)
         # Half-precision gradients are summed in the master's precision, as autocast's backward does.
         parts[index] = gradient if present is None else present.to(parameter.dtype) + gradient
+        for deposit in self._deposits[unit].get(microbatch, ()):
+            deposit.comes_first |= deposit.index == index
+
+    def deposit(self, microbatch: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
+        """Adds a gradient that autograd had ready for ``.grad``: by itself, and not shown to the parameter's hooks
+        again. Called by the microbatch's thread only.
+
+        Args:
+            microbatch: The microbatch.
+            parameter: The parameter.
+            gradient: Its gradient, as the parameter's hooks have left it.
+            alone: Whether it comes from a graph of its own, so that hooks were right not to see it in a sum.
+        """
+        unit, index = self._gradients.position[id(parameter)]
+        deposit = _Deposit(index, gradient, alone)
+        if microbatch in self._finished[unit]:  # the first batch only, as in `add`
+            self._fold_deposit(self._gradients.sums[unit], deposit, {})
+            return
+        self._deposits[unit].setdefault(microbatch, []).append(deposit)
+
+    def has_finished(self, microbatch: int, unit: Unit) -> bool:
+        """Whether the microbatch can add nothing more to the unit. Called by the microbatch's thread only."""
+        return microbatch in self._finished[unit.index]
 
     def finish(self, microbatch: int, unit: Unit) -> None:
         """Tells that the microbatch has nothing more to add to the unit."""
@@ -130,7 +174,13 @@ class BatchGradients:
                         self.number,
                     )
             while self._next[number] in finished:
-                self._fold(sum_, self._parts[number].pop(self._next[number], {}))
+                parts = self._parts[number].pop(self._next[number], {})
+                deposits = self._deposits[number].pop(self._next[number], [])
+                for deposit in (deposit for deposit in deposits if deposit.comes_first):
+                    self._fold_deposit(sum_, deposit, parts)
+                self._fold(sum_, parts)
+                for deposit in (deposit for deposit in deposits if not deposit.comes_first):
+                    self._fold_deposit(sum_, deposit, parts)
                 self._next[number] += 1
             if self._next[number] < self._microbatches:
                 return
@@ -150,6 +200,16 @@ class BatchGradients:
                     changed = hook(gradient)
                     gradient = gradient if changed is None else changed
                 sum_.add(index, gradient)
+
+    def _fold_deposit(self, sum_: _Sum, deposit: _Deposit, parts: Container[int]) -> None:
+        if deposit.index in parts and not deposit.alone:
+            name = self._gradients.store.name(sum_.unit.parameters[deposit.index])
+            raise RuntimeError(
+                f"The parameter {name!r}, which has a hook on its gradient, is used both by its layer or torch"
+                " functions and in a way that hides it from the pipeline (a custom autograd function or a script), so"
+                " the hook cannot see the sum of both. Use its value in the same way everywhere, or let the hook go."
+            )
+        sum_.add(deposit.index, deposit.gradient)
 
     @property
     def complete(self) -> bool:
@@ -176,6 +236,7 @@ class PartGradients:
         self._parts = parts
         units = len(outer._gradients.sums)
         self._own: list[dict[int, dict[nn.Parameter, Tensor]]] = [{} for _ in range(units)]
+        self._deposits: list[dict[int, list[tuple[nn.Parameter, Tensor, bool]]]] = [{} for _ in range(units)]
         self._finished: list[set[int]] = [set() for _ in range(units)]
         self._next = [0] * units
         self._locks = [threading.Lock() for _ in range(units)]
@@ -187,12 +248,26 @@ class PartGradients:
         present = own.get(parameter)
         own[parameter] = gradient if present is None else present.to(parameter.dtype) + gradient
 
+    def deposit(self, part: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
+        """As :meth:`BatchGradients.deposit`."""
+        unit, _ = self._outer._gradients.position[id(parameter)]
+        if part in self._finished[unit]:
+            self._outer.deposit(self._microbatch, parameter, gradient, alone=alone)
+        else:
+            self._deposits[unit].setdefault(part, []).append((parameter, gradient, alone))
+
+    def has_finished(self, part: int, unit: Unit) -> bool:
+        """As :meth:`BatchGradients.has_finished`."""
+        return part in self._finished[unit.index]
+
     def finish(self, part: int, unit: Unit) -> None:
         """As :meth:`BatchGradients.finish`."""
         number = unit.index
         with self._locks[number]:
             self._finished[number].add(part)
             while self._next[number] in self._finished[number]:
+                for parameter, gradient, alone in self._deposits[number].pop(self._next[number], ()):
+                    self._outer.deposit(self._microbatch, parameter, gradient, alone=alone)
                 for parameter, gradient in self._own[number].pop(self._next[number], {}).items():
                     self._outer.add(self._microbatch, parameter, gradient)
                 self._next[number] += 1

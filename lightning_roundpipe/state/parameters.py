@@ -39,7 +39,8 @@ class ParameterStore:
 
     With staleness 0 a layer computes with the master's own memory: the next step of a layer cannot come before its last
     use. With staleness 1 the optimizer is one step ahead of the layers, so each version is copied into one of two
-    buffers; a buffer is overwritten only when the batch that used it is complete.
+    buffers; a buffer is overwritten only when the batch that used it is complete. Frozen parameters have one value
+    only, the master's, until they are unfrozen.
     """
 
     def __init__(self, root: nn.Module, layers: Sequence[Layer], monitor: Monitor, staleness: int) -> None:
@@ -52,6 +53,8 @@ class ParameterStore:
         self._names = {id(parameter): name for name, parameter in root.named_parameters(remove_duplicate=True)}
         self._make_units(root, layers)
         self._layer_units = [self._units_of(layer.parameters) for layer in layers]
+        self._versioned = {id(p) for p in self.parameters() if p.requires_grad} if staleness else set()
+        """Parameters, by id, that are kept in several versions."""
         self._leaves: list[dict[int, nn.Parameter]] = [{} for _ in range(staleness + 1)]
         self._half: dict[int, torch.dtype] = {}
         for version in range(staleness + 1):
@@ -82,13 +85,21 @@ class ParameterStore:
         data = parameter.detach()
         if (half := self._half.get(id(parameter))) is not None:
             data = data.to(half)
-        elif self.staleness:
+        elif id(parameter) in self._versioned:
             data = data.clone()
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
 
     def _is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether layers compute with a copy of the parameter instead of its own memory."""
-        return self.staleness == 1 or id(parameter) in self._half
+        return id(parameter) in self._versioned or id(parameter) in self._half
+
+    def keeps_versions(self, parameter: nn.Parameter) -> bool:
+        """Whether the newest value and the one computed with may differ. From the moment on that it is unfrozen."""
+        if self.staleness and parameter.requires_grad and id(parameter) not in self._versioned:
+            self._versioned.add(id(parameter))
+            for leaves in self._leaves:  # it has not been stepped before, so all versions are alike
+                leaves[id(parameter)] = self._make_leaf(parameter)
+        return id(parameter) in self._versioned
 
     def travel_in_half(self, half: Mapping[nn.Parameter, torch.dtype]) -> None:
         """From now on layers compute with half-precision copies of these parameters. Called between batches."""
@@ -104,6 +115,7 @@ class ParameterStore:
         Raises:
             RuntimeError: With staleness 1, for a parameter of which only a half-precision copy of that version exists.
         """
+        self.keeps_versions(parameter)
         if id(parameter) not in self._half:
             return self.leaf(parameter, version)
         if self.staleness:
@@ -161,6 +173,7 @@ class ParameterStore:
 
     def _with_present_flag(self, parameter: nn.Parameter, version: int) -> nn.Parameter:
         """The leaf; if the parameter was frozen or unfrozen within the step, one that is, too."""
+        self.keeps_versions(parameter)
         leaf = self.leaf(parameter, version)
         if leaf.requires_grad == parameter.requires_grad:
             return leaf
@@ -190,7 +203,8 @@ class ParameterStore:
     def follow(self, parameter: nn.Parameter) -> None:
         """Follows new data that the user assigned to a parameter (``parameter.data = ...``)."""
         if not self._is_copy(parameter) and self.leaf(parameter, 0).data_ptr() != parameter.data_ptr():
-            self._leaves[0][id(parameter)] = self._make_leaf(parameter)
+            for leaves in self._leaves:
+                leaves[id(parameter)] = self._make_leaf(parameter)
 
     def refresh(self, *, values: bool) -> None:
         """Follows what the user did to the parameters since the last batch: new data, another ``requires_grad``.
@@ -203,8 +217,9 @@ class ParameterStore:
         if values:
             for unit in self.units:
                 self._copy(unit, unit.done)
-        for leaves in self._leaves:
-            for parameter in self.parameters():
+        for parameter in self.parameters():
+            self.keeps_versions(parameter)
+            for leaves in self._leaves:
                 leaf = leaves[id(parameter)]
                 moved = not self._is_copy(parameter) and leaf.data_ptr() != parameter.data_ptr()
                 if moved or leaf.shape != parameter.shape:
@@ -220,7 +235,7 @@ class ParameterStore:
     def load_stale_values(self, values: dict[str, Tensor]) -> None:
         """Staleness 1, before the first batch: makes these the version before the masters'."""
         with torch.no_grad():
-            for parameter in self.parameters():
+            for parameter in filter(self.keeps_versions, self.parameters()):
                 self._leaves[0][id(parameter)].copy_(values[self._names[id(parameter)]])
                 self._leaves[1][id(parameter)].copy_(parameter)
         with self._monitor.lock:
