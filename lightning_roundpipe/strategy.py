@@ -39,6 +39,8 @@ from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, make_report
+from lightning_roundpipe.schedules import NAMES as SCHEDULES
+from lightning_roundpipe.schedules import Schedule, ScheduleName, Scheduler
 from lightning_roundpipe.splitting import (
     Evidence,
     LossOf,
@@ -84,6 +86,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
             own way.
         compile: Whether layers run compiled (``torch.compile``), with one compilation for all layers of one kind; or
             the keyword arguments of ``torch.compile``, such as ``{"backend": "aot_eager"}``.
+        schedule: Who runs which stage when: ``"roundpipe"``, or one of its rivals, which bind stages to devices:
+            ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb1p"``, ``"dualpipe"``, ``"model_parallel"``,
+            ``"sequential"``; or a :class:`Schedule` for these devices and microbatches. The numbers are the same.
+        lanes: For ``"roundpipe"``: into how many groups the devices are divided, each of which runs all stages for its
+            share of the microbatches. More lanes leave less idle, and load each stage more often.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
         precision_plugin: As for any strategy.
@@ -104,6 +111,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         loss_weight: Literal["samples", "tokens", "sum"] | Callable[[Any], Any] = "samples",
         background_step: bool = True,
         compile: bool | dict[str, Any] = False,
+        schedule: ScheduleName | Schedule = "roundpipe",
+        lanes: int = 1,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -118,6 +127,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
+        if isinstance(schedule, str) and schedule not in SCHEDULES:
+            raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
+        if lanes < 1:
+            raise ValueError(f"`lanes` must be at least 1, got {lanes}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -129,6 +142,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.split = split
         self.loss_weight = loss_weight
         self.background_step = background_step
+        self.schedule = schedule
+        self.lanes = lanes
         self.compile = compile
         options = compile if isinstance(compile, dict) else {}
         self._compile_settings = None if compile is False else compile_settings(options)
@@ -251,6 +266,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             )
         restored = self._restored or {}
         self._seed = restored.get("seed", program_seed())
+        scheduler = Scheduler(self.schedule, count, self.lanes)
+        scheduler.check(self._wanted())
         pipeline = Pipeline(
             module,
             [CpuDevice(index, threads) for index in range(count)],
@@ -259,6 +276,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             seed=derive_seed(self._seed, self.global_rank) if self.is_distributed else self._seed,
             first_step=restored.get("step", 0),
             compile_settings=self._compile_settings,
+            scheduler=scheduler,
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])

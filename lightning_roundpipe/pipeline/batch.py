@@ -56,6 +56,8 @@ class Microbatch:
         self.seen: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         """The attributes of modules when it took the baton, by the module's id."""
         self.norm_statistics: list[NormStatistics] = []
+        self.found: list[tuple[Call, list[tuple[Tensor, Tensor]]]] = []
+        """Gradients that wait for those of W actions, so that all are added in order."""
         self.calls_left: dict[Unit, int] = {}
         self.units_left: set[Unit] = set()
         self.units_awaited: set[Unit] = set()
@@ -135,8 +137,12 @@ class Batch:
         self.released = not deferred
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.runs: list[Microbatch | None] = [None] * self.microbatches
-        self.stage_device: dict[int, int] = {}
-        self.stage_kind: dict[int, Kind] = {}
+        self.places: dict[tuple[int, int], tuple[int, Kind]] = {}
+        """For each stage and microbatch the device and the kind of the action."""
+        self.weights_left: dict[int, int] = {}
+        """For each microbatch the number of its W actions that are still to come, if the schedule has any."""
+        self.deferring: dict[tuple[int, int], list[Call]] = {}
+        """For each stage and microbatch with a W action the calls whose weight gradients are left to it."""
         self.private_before: dict[Key, Any] = {}
         """Attributes that each microbatch has for itself, as they were before the batch."""
         self.changed: dict[Key, Any] = {}
@@ -185,6 +191,16 @@ class Batch:
     def wait_released(self) -> None:
         with self._monitor.lock:
             self._monitor.wait_for(self._changed, lambda: self.released, self.number)
+
+    def weights_done(self, index: int) -> None:
+        with self._monitor.lock:
+            self.weights_left[index] -= 1
+            self._changed.notify_all()
+
+    def wait_weights(self, index: int) -> None:
+        """Waits for all weight gradients of a microbatch."""
+        with self._monitor.lock:
+            self._monitor.wait_for(self._changed, lambda: self.weights_left.get(index, 0) == 0, self.number)
 
     def forward_done(self) -> None:
         with self._monitor.lock:

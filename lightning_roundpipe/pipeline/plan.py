@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from lightning_roundpipe.schedules import Partition, balance
+from lightning_roundpipe.schedules import Partition
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +21,7 @@ class Plan:
     backward_stage: tuple[int, ...]
 
     @classmethod
-    def make(cls, calls: Sequence[int], forward: Sequence[float], backward: Sequence[float], fused: bool) -> "Plan":
-        partition = balance(forward, backward, fused=fused)
+    def make(cls, calls: Sequence[int], partition: Partition) -> "Plan":
         positions: dict[int, list[int]] = {}
         for position, layer in enumerate(calls):
             positions.setdefault(layer, []).append(position)

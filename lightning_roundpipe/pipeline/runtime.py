@@ -43,7 +43,7 @@ from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, 
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Baton, Cancelled, Monitor, Turnstiles
 from lightning_roundpipe.pipeline.watching import contents, put_for, same
-from lightning_roundpipe.schedules import Action, roundpipe
+from lightning_roundpipe.schedules import Action, Scheduler
 from lightning_roundpipe.state.gradients import Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 from lightning_roundpipe.trees import flatten, tensors
@@ -74,6 +74,7 @@ class Pipeline(CallOwner):
         seed: Base of all random numbers drawn in microbatches.
         first_step: Number of batches trained so far, as a counter for the random numbers.
         compile_settings: How to compile layers that the user has not compiled (see :func:`compile_settings`), or None.
+        scheduler: Makes stages and schedules; by default those of RoundPipe.
     """
 
     def __init__(
@@ -86,9 +87,11 @@ class Pipeline(CallOwner):
         seed: int = 0,
         first_step: int = 0,
         compile_settings: Any | None = None,
+        scheduler: Scheduler | None = None,
     ) -> None:
         self.root = root
         self.devices = list(devices)
+        self.scheduler = scheduler or Scheduler(devices=len(self.devices))
         self.seed = seed
         self.step = first_step
         self.monitor = Monitor()
@@ -113,8 +116,8 @@ class Pipeline(CallOwner):
         self.use = [DeviceUse() for _ in self.devices]
         self.batches = 0
         self.last_microbatches = 0
-        self._next_device = 0
         self._threads: list[WorkThread] = []
+        self._weight_threads: dict[int, WorkThread] = {}
         self._units_outside: dict[Unit, None] = {}
         """Units that the code between layers has used."""
         self._catcher = GradientCatcher(self.store.parameters(), self._catch_gradient)
@@ -289,10 +292,11 @@ class Pipeline(CallOwner):
     def close(self) -> None:
         """Ends all threads. Whatever still runs is cancelled."""
         self.monitor.fail(Cancelled())
-        for thread in self._threads:
+        for thread in (*self._threads, *self._weight_threads.values()):
             thread.close()
         self._catcher.close()
         self._threads = []
+        self._weight_threads = {}
         self._batch = None
 
     def plans(self) -> list[Plan]:
@@ -362,7 +366,7 @@ class Pipeline(CallOwner):
     def _make_plan(self, calls: Sequence[int], *, fused: bool) -> Plan:
         forward = [self.forward_costs[i].mean for i in calls]
         backward = [self.backward_costs[i].mean or 3 * self.forward_costs[i].mean for i in calls]
-        return Plan.make(calls, forward, backward, fused)
+        return Plan.make(calls, self.scheduler.partition(forward, backward, fused=fused))
 
     def _replan(self, batch: Batch) -> None:
         """Plans the next batch by the calls that this one made, and by measured costs."""
@@ -400,9 +404,15 @@ class Pipeline(CallOwner):
     def _line_up(self, batch: Batch) -> None:
         forward, backward = self._lines(batch)
         self.turnstiles.extend([[*first, *then] for first, then in zip(forward, backward, strict=True)])
+        for device, line in enumerate(forward):
+            turns = [turn for turn in line if turn[1].kind == "W"]
+            if turns:
+                if device not in self._weight_threads:
+                    self._weight_threads[device] = WorkThread(f"roundpipe-weights-{device}")
+                self._weight_threads[device].submit(partial(self._run_weights, batch, device, turns), lambda: None)
 
     def _lines(self, batch: Batch) -> tuple[Lines, Lines]:
-        """The turns on each device, and at the start line: those before and those in the backward."""
+        """The turns on each device, and at the start line; for a deferred batch those of the backward by themselves."""
         numbers = range(batch.first, batch.first + batch.microbatches)
         forward: Lines = [[] for _ in range(len(self.devices) + 1)]
         backward: Lines = [[] for _ in range(len(self.devices) + 1)]
@@ -414,14 +424,16 @@ class Pipeline(CallOwner):
             else:
                 forward[0] = [(batch.number, _serial(i, back)) for i in numbers for back in (False, True)]
             return forward, backward
-        schedule = roundpipe(batch.plan.partition, batch.microbatches, len(self.devices), self._next_device)
-        self._next_device = (schedule.last_device + 1) % len(self.devices)
+        schedule = self.scheduler.schedule(batch.plan.partition, batch.microbatches, deferred=batch.deferred)
         for device, line in enumerate(schedule.devices):
             for action in line:
-                batch.stage_device[action.stage] = device
-                batch.stage_kind[action.stage] = action.kind
+                if action.kind == "W":
+                    batch.deferring[action.stage, action.microbatch] = []
+                    batch.weights_left[action.microbatch] = batch.weights_left.get(action.microbatch, 0) + 1
+                else:
+                    batch.places[action.stage, action.microbatch] = device, action.kind
                 turn = Action(action.kind, action.stage, batch.first + action.microbatch)
-                (forward if action.kind == "F" else backward)[device].append((batch.number, turn))
+                (backward if batch.deferred and action.kind != "F" else forward)[device].append((batch.number, turn))
         forward[-1] = [(batch.number, _start(i)) for i in numbers]
         return forward, backward
 
@@ -484,6 +496,9 @@ class Pipeline(CallOwner):
     def _end_microbatch(self, microbatch: Microbatch) -> None:
         """After the backward: nothing more comes."""
         self.turns.pass_remaining(microbatch)
+        microbatch.batch.wait_weights(microbatch.index)
+        for call, found in microbatch.found:
+            self._add_gradients(microbatch, [*found, *call.deferred_gradients])
         self._finish_units(microbatch)
         if microbatch.batch.serial and not microbatch.batch.splits_calls:
             self.turnstiles.leave((microbatch.batch.number, _serial(microbatch.number, True)))
@@ -765,6 +780,8 @@ class Pipeline(CallOwner):
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             count_backward(device, microbatch, call)
+            stage = microbatch.stage, microbatch.index
+            defers = stage in batch.deferring and self.turns.is_in_its_stage(microbatch, call)
             alone = call.layer.traits.compiles or (call.random_state is not None and device.shares_host_generator)
             if alone and call.kept is None:
                 self._take_baton(microbatch)
@@ -773,7 +790,7 @@ class Pipeline(CallOwner):
                     microbatch,
                     self.backward_costs,
                     call,
-                    lambda: call.backward(device, gradients, parameters=parameters),
+                    lambda: call.backward(device, gradients, parameters=parameters, defers=defers),
                 )
                 before.restore()
                 self._release_baton(microbatch)
@@ -782,19 +799,48 @@ class Pipeline(CallOwner):
                     microbatch,
                     self.backward_costs,
                     call,
-                    lambda: call.backward(device, gradients, parameters=parameters),
+                    lambda: call.backward(device, gradients, parameters=parameters, defers=defers),
                 )
                 self._end_compiling(microbatch)
             count_gradients(device, microbatch, found)
-            for parameter, gradient in found:
-                if id(parameter) not in microbatch.frozen:
-                    batch.gradients.add(microbatch.index, parameter, gradient)
-            self._count_down(microbatch, call)
+            if batch.deferring:
+                microbatch.found.append((call, found))
+                if call.deferred is not None:
+                    batch.deferring[stage].append(call)
+            else:
+                self._add_gradients(microbatch, found)
+                self._count_down(microbatch, call)
             place = self.baton.request()
             self.turns.leave_backward(microbatch, call)
             self._take_baton(microbatch, place)
             microbatch.where = ""
         return inputs
+
+    def _add_gradients(self, microbatch: Microbatch, found: Sequence[tuple[Tensor, Tensor]]) -> None:
+        for parameter, gradient in found:
+            if id(parameter) not in microbatch.frozen:
+                microbatch.batch.gradients.add(microbatch.index, parameter, gradient)  # type: ignore[arg-type]
+
+    def _run_weights(self, batch: Batch, device: int, turns: Sequence[tuple[int, Action]]) -> None:
+        """A device's W actions. They run no code of the user's, so a thread of the device's own does."""
+        where = ""
+        try:
+            for number, action in turns:
+                self.turnstiles.enter((number, action))
+                index = action.microbatch - batch.first
+                for call in batch.deferring[action.stage, index]:
+                    where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
+                    start = time.perf_counter()
+                    with self.devices[device].running():
+                        call.deferred_gradients = call.weight_gradients()
+                    self.use[device].busy_seconds += time.perf_counter() - start
+                self.turnstiles.leave((number, action))
+                batch.weights_done(index)
+        except Cancelled:
+            pass  # the thread that failed holds the error
+        except BaseException as error:
+            error.add_note(f"roundpipe: {where} {self.devices[device].name}; phase weight gradients")
+            self.monitor.fail(error, batch.number)
 
     def _compile_alone(self, microbatch: Microbatch) -> None:
         """A layer's code is about to be compiled. It holds the baton until the end of the call: dynamo sets the

@@ -25,6 +25,7 @@ from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
 from lightning_roundpipe.pipeline.watching import contents_of_function, copy_of, gradients_in, same
+from lightning_roundpipe.pipeline.weight_gradients import DeferredWeights
 
 _thread = threading.local()
 
@@ -138,6 +139,9 @@ class Call:
         self.gradient_inputs: list[int] = []
         self.kept: Run | None = None
         self.differentiable: list[int] = []
+        self.deferred: DeferredWeights | None = None
+        """Collects weight gradients that the backward leaves for later."""
+        self.deferred_gradients: list[tuple[Tensor, Tensor]] = []
         self.leaf_count = 0
         self.done = False
         self.fingerprints: list[Fingerprint] | None = None
@@ -359,7 +363,7 @@ class Call:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(
-        self, device: Device, gradients: Sequence[Tensor | None], *, parameters: bool
+        self, device: Device, gradients: Sequence[Tensor | None], *, parameters: bool, defers: bool = False
     ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
         """Runs the layer again, if its graph was not kept, and its backward.
 
@@ -367,6 +371,7 @@ class Call:
             device: Where to run.
             gradients: One per differentiable output.
             parameters: Whether gradients of the parameters are wanted.
+            defers: Whether those of weights may be left to :meth:`weight_gradients`.
 
         Returns:
             The gradients of the inputs that require one, and (parameter, gradient) for the parameters. The parameters
@@ -384,6 +389,8 @@ class Call:
         if all(gradient is None for gradient in gradients):
             return [None] * len(self.gradient_inputs), []
         self.done = True
+        if defers and parameters and self.kept is None and self.compiled is None:
+            self.deferred = DeferredWeights(self.parameters)
         try:
             run = self.kept if self.kept is not None else self._run_again(device)
             self.kept = None
@@ -392,6 +399,14 @@ class Call:
             if self._replica is not None:
                 self.layer.give_back(self._replica)
                 self._replica = None
+
+    def weight_gradients(self) -> list[tuple[Tensor, Tensor]]:
+        """The gradients of the parameters that :meth:`backward` has left for later, as it gives those it has."""
+        deferred, self.deferred = self.deferred, None
+        if deferred is None:
+            return []
+        masters = {id(leaf): master for master, leaf in zip(self.layer.parameters, self.parameters, strict=True)}
+        return [(masters[id(leaf)], gradient) for leaf, gradient in deferred.gradients()]
 
     def _differentiate(
         self, run: Run, device: Device, gradients: Sequence[Tensor | None], parameters: bool
@@ -415,7 +430,9 @@ class Call:
             targets += self.layer.traits.foreign
         if not outputs or not targets:
             return [None] * len(run.edges), []
-        with device.running():
+        if self.deferred is not None:
+            targets.append(self.deferred.token)
+        with device.running(), self.deferred or nullcontext():
             try:
                 found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
             except RuntimeError as error:
@@ -433,7 +450,8 @@ class Call:
                     )
                 raise
         inputs: list[Tensor | None] = list(found[: len(run.edges)])
-        return inputs, [(m, g) for m, g in zip(masters, found[len(run.edges) :], strict=True) if g is not None]
+        of_masters = found[len(run.edges) : len(run.edges) + len(masters)]
+        return inputs, [(m, g) for m, g in zip(masters, of_masters, strict=True) if g is not None]
 
     def _run_again(self, device: Device) -> Run:
         layer = self.layer
@@ -561,6 +579,7 @@ class Call:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             if not first:
                 self._put_random_state()
+                stack.enter_context(self.deferred or nullcontext())
             (args, kwargs, attributes), built = self.arguments.build(inputs)
             replica.load(
                 self.state,

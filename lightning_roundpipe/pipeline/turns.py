@@ -42,6 +42,11 @@ class Turns:
         if plan is not None and call.position is not None:
             self._enter_stage(microbatch, plan.backward_stage[call.position])
 
+    def is_in_its_stage(self, microbatch: Microbatch, call: Call) -> bool:
+        """Whether a call's backward runs in the stage that it was planned for."""
+        plan = microbatch.batch.plan
+        return plan is not None and call.position is not None and plan.backward_stage[call.position] == microbatch.stage
+
     def leave_backward(self, microbatch: Microbatch, call: Call) -> None:
         """Ends the turn with the backward of the first call of a stage."""
         plan = microbatch.batch.plan
@@ -61,11 +66,11 @@ class Turns:
         self._turnstiles.enter(ticket)
         microbatch.ticket = ticket
         microbatch.stage = stage
-        microbatch.device = microbatch.batch.stage_device[stage]
+        microbatch.device = microbatch.batch.places[stage, microbatch.index][0]
 
     def _ticket(self, microbatch: Microbatch, stage: int) -> tuple[int, Action]:
         batch = microbatch.batch
-        return batch.number, Action(batch.stage_kind[stage], stage, microbatch.number)
+        return batch.number, Action(batch.places[stage, microbatch.index][1], stage, microbatch.number)
 
     def leave_ticket(self, microbatch: Microbatch) -> None:
         """Ends the present turn."""

@@ -7,13 +7,17 @@ from lightning_roundpipe.schedules.one_f_one_b import interleaved, one_f_one_b
 from lightning_roundpipe.schedules.partition import Partition, balance, bound
 from lightning_roundpipe.schedules.roundpipe import roundpipe
 from lightning_roundpipe.schedules.schedule import Action, Schedule
+from lightning_roundpipe.schedules.scheduler import NAMES, ScheduleName, Scheduler
 from lightning_roundpipe.schedules.sequential import sequential
 from lightning_roundpipe.schedules.zero_bubble import zb1p
 
 __all__ = [
+    "NAMES",
     "Action",
     "Partition",
     "Schedule",
+    "ScheduleName",
+    "Scheduler",
     "balance",
     "bound",
     "dualpipe",

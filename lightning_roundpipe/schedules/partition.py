@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 Cost = int | float | Fraction
 
@@ -107,3 +107,33 @@ def bound(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], stages:
         stop = cut[stop]
     forward.insert(0, range(0, stop))
     return Partition(tuple(forward), tuple(reversed(forward)), fused=False)
+
+
+def cut(
+    forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], forward: int, backward: int, *, fused: bool
+) -> Partition:
+    """Cuts the calls into given numbers of stages, each about as long as the others. Stages may be empty.
+
+    Args:
+        forward_costs: Time of each call's forward, in call order.
+        backward_costs: Time of each call's backward including the recompute, in call order.
+        forward: Number of forward stages below the fused one.
+        backward: Number of backward stages, the fused one included.
+        fused: Whether the first backward stage also runs its calls' forward.
+    """
+    ends = _even(backward_costs[::-1], backward)
+    calls = len(forward_costs)
+    backward_ranges = tuple(range(calls - stop, calls - start) for start, stop in ends)
+    unfused = backward_ranges[0].start if fused and backward_ranges else calls
+    forward_ranges = tuple(range(start, stop) for start, stop in _even(forward_costs[:unfused], forward))
+    return Partition(forward_ranges, backward_ranges, fused)
+
+
+def _even(costs: Sequence[Cost], parts: int) -> list[tuple[int, int]]:
+    """Consecutive parts, each ended where the sum comes closest to its share."""
+    total = [*accumulate(costs, initial=0)]
+    ends = [0]
+    for part in range(1, parts):
+        distances = [abs(float(before * parts - total[-1] * part)) for before in total]
+        ends.append(distances.index(min(distances)))
+    return list(pairwise([*ends, len(costs)]))

@@ -1,0 +1,180 @@
+"""Weight gradients left for later: what a schedule's ``W`` actions do.
+
+Source: Zero Bubble Pipeline Parallelism (arXiv 2401.10241), section 2: the backward of a linear map falls into two
+matrix products, and only that of the input's gradient is waited for.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+Found = list[tuple[Tensor, Tensor]]
+"""Parameters and their gradients."""
+
+
+class DeferredWeights(TorchFunctionMode):
+    """In force while a layer is recomputed and differentiated.
+
+    Linear maps and convolutions by the layer's own weights then give their inputs' gradients only. :meth:`gradients`
+    computes those of the weights. Whatever else has parameters is differentiated as a whole.
+
+    Args:
+        parameters: The layer's own.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._own = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        self._later: list[Callable[[], Found]] = []
+        self.token = torch.empty(0, requires_grad=True)
+        """To be differentiated for, too: so that the backward also visits what leads to no other input."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        kind = _KINDS.get(func)
+        if kind is not None and torch.is_grad_enabled():
+            x, *settings = _in_order(kind.names, args, kwargs)
+            operation = kind(*settings)
+            if self._may_wait(operation) and operation.takes(x):
+                return _InputGradient.apply(operation, self._later, self.token, x)
+        return func(*args, **kwargs)
+
+    def _may_wait(self, operation: "_Operation") -> bool:
+        bias = operation.bias
+        return id(operation.weight) in self._own and (bias is None or not bias.requires_grad or id(bias) in self._own)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any gradient is left to compute."""
+        return bool(self._later)
+
+    def gradients(self) -> Found:
+        """The gradients that were left, use by use, last use first."""
+        later, self._later = self._later, []
+        with torch.no_grad():
+            return [pair for compute in later for pair in compute()]
+
+
+class _Operation(ABC):
+    """An operation by a weight, and a bias if there is one."""
+
+    names: tuple[str, ...]
+    weight: Tensor
+    bias: Tensor | None
+
+    @abstractmethod
+    def takes(self, x: Tensor) -> bool:
+        """Whether it can be taken apart for this input."""
+
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]: ...
+
+    def found(self, x: Tensor, gradient: Tensor) -> Found:
+        """The parameters' gradients. Under autocast the products are taken in the type of the output."""
+        weight, bias = self.weight_gradients(x.to(gradient.dtype), gradient)
+        pairs = [(self.weight, weight)]
+        if self.bias is not None and self.bias.requires_grad and bias is not None:
+            pairs.append((self.bias, bias))
+        return [(parameter, value.to(parameter.dtype)) for parameter, value in pairs]
+
+
+class _Linear(_Operation):
+    names = ("input", "weight", "bias")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight, self.bias = weight, bias
+
+    def takes(self, x: Tensor) -> bool:
+        return self.weight.ndim == 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight.detach(), None if self.bias is None else self.bias.detach())
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        return gradient @ self.weight.detach().to(gradient.dtype)
+
+    def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        gradient = gradient.reshape(-1, gradient.shape[-1])
+        return gradient.t() @ x.reshape(-1, x.shape[-1]), gradient.sum(0)
+
+
+class _Convolution(_Operation):
+    names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
+
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None = None, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
+        groups: int = 1,
+    ) -> None:  # fmt: skip
+        self.weight, self.bias = weight, bias
+        self._settings = stride, padding, dilation, groups
+        self._dims = weight.ndim - 2
+
+    def takes(self, x: Tensor) -> bool:
+        return x.ndim == self.weight.ndim and not isinstance(self._settings[1], str)
+
+    def forward(self, x: Tensor) -> Tensor:
+        run = (functional.conv1d, functional.conv2d, functional.conv3d)[self._dims - 1]
+        return run(x, self.weight.detach(), None if self.bias is None else self.bias.detach(), *self._settings)
+
+    def _backward(self, x: Tensor, gradient: Tensor, mask: list[bool]) -> Any:
+        stride, padding, dilation = (
+            [value] * self._dims if isinstance(value, int) else list(value) for value in self._settings[:3]
+        )
+        return torch.ops.aten.convolution_backward(
+            gradient, x.to(gradient.dtype), self.weight.detach().to(gradient.dtype), [self.weight.shape[0]], stride,
+            padding, dilation, False, [0] * self._dims, self._settings[3], mask,
+        )  # fmt: skip
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        found: Tensor = self._backward(x, gradient, [True, False, False])[0]
+        return found
+
+    def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        _, weight, bias = self._backward(x, gradient, [False, True, self.bias is not None])
+        return weight, bias
+
+
+_KINDS: dict[Any, Any] = {
+    functional.linear: _Linear,
+    functional.conv1d: _Convolution,
+    functional.conv2d: _Convolution,
+    functional.conv3d: _Convolution,
+}
+
+
+def _in_order(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Arguments by position, as far as they are given one after the other."""
+    given = dict(zip(names, args, strict=False)) | kwargs
+    defaults = {"bias": None, "stride": 1, "padding": 0, "dilation": 1, "groups": 1}
+    return [given[name] if name in given else defaults[name] for name in names]
+
+
+class _InputGradient(torch.autograd.Function):
+    """The operation, with the gradients of its parameters left for later."""
+
+    @staticmethod
+    def forward(ctx: Any, operation: _Operation, later: list[Callable[[], Found]], token: Tensor, x: Tensor) -> Tensor:
+        ctx.operation, ctx.later = operation, later
+        ctx.save_for_backward(x)
+        return operation.forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        ctx.later.append(partial(ctx.operation.found, x.detach(), gradient))
+        wanted = ctx.needs_input_grad[3]
+        return None, None, None, ctx.operation.input_gradient(x, gradient).to(x.dtype) if wanted else None

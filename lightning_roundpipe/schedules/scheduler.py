@@ -1,0 +1,131 @@
+"""Which stages a batch has and who runs them, batch after batch: by a schedule's name, or by one given as data."""
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+from lightning_roundpipe.schedules.dualpipe import dualpipe
+from lightning_roundpipe.schedules.gpipe import gpipe
+from lightning_roundpipe.schedules.model_parallel import model_parallel
+from lightning_roundpipe.schedules.one_f_one_b import interleaved, one_f_one_b
+from lightning_roundpipe.schedules.partition import Partition, balance, bound, cut
+from lightning_roundpipe.schedules.roundpipe import roundpipe
+from lightning_roundpipe.schedules.schedule import Schedule
+from lightning_roundpipe.schedules.sequential import sequential
+from lightning_roundpipe.schedules.zero_bubble import zb1p
+
+ScheduleName: TypeAlias = Literal[
+    "roundpipe", "gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "model_parallel", "sequential"
+]
+
+_BOUND: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
+    "gpipe": (gpipe, 1),
+    "1f1b": (one_f_one_b, 1),
+    "interleaved": (interleaved, 2),
+    "zb1p": (zb1p, 1),
+    "dualpipe": (dualpipe, 1),
+    "model_parallel": (model_parallel, 1),
+    "sequential": (sequential, 1),
+}
+"""Schedules that bind stages to devices, with the number of stages per device."""
+
+NAMES = ("roundpipe", *_BOUND)
+
+
+class Scheduler:
+    """Makes the stages and the schedule of each batch.
+
+    Args:
+        method: The schedule's name, or one as data, for batches of as many microbatches as it has.
+        devices: Number of devices.
+        lanes: For ``"roundpipe"``: into how many groups the devices are divided; see :func:`roundpipe`.
+
+    Raises:
+        ValueError: There is no such schedule, or the numbers do not suit it.
+    """
+
+    def __init__(self, method: ScheduleName | Schedule = "roundpipe", devices: int = 1, lanes: int = 1) -> None:
+        if isinstance(method, str) and method not in NAMES:
+            raise ValueError(f"`schedule` must be one of {', '.join(NAMES)}, or a Schedule; got {method!r}.")
+        if lanes != 1 and method != "roundpipe":
+            raise ValueError(f"`lanes` are for schedule='roundpipe' only; `schedule` is {method!r}.")
+        if lanes < 1 or devices % lanes:
+            raise ValueError(f"{devices} devices cannot be divided into {lanes} lanes of equal size.")
+        if isinstance(method, Schedule):
+            method.validate()
+            if len(method.devices) != devices:
+                raise ValueError(f"The schedule is for {len(method.devices)} devices, but there are {devices}.")
+        self._method = method
+        self._devices = devices
+        self._lanes = lanes
+        self._next_device = 0
+
+    def check(self, microbatches: int) -> None:
+        """Whether batches of so many microbatches can be scheduled in the way that was asked for.
+
+        Raises:
+            ValueError: They cannot.
+        """
+        if isinstance(self._method, Schedule):
+            wanted = 1 + max((action.microbatch for line in self._method.devices for action in line), default=-1)
+            if wanted != microbatches:
+                raise ValueError(f"The schedule is for {wanted} microbatches, but `microbatches` is {microbatches}.")
+        elif self._method in _BOUND:
+            _BOUND[self._method][0](self._devices, microbatches)
+
+    def partition(
+        self, forward_costs: Sequence[float], backward_costs: Sequence[float], *, fused: bool = True
+    ) -> Partition:
+        """Cuts a microbatch's calls into stages.
+
+        Args:
+            forward_costs: Time of each call's forward, in call order.
+            backward_costs: Time of each call's backward including the recompute, in call order.
+            fused: Whether the backward may follow the forward at once.
+        """
+        calls = len(forward_costs)
+        if isinstance(self._method, Schedule) and fused:
+            kinds = {
+                action.stage: action.kind for line in self._method.devices for action in line if action.kind != "W"
+            }
+            below = sum(kind == "F" for kind in kinds.values())
+            return cut(forward_costs, backward_costs, below, len(kinds) - below, fused="FB" in kinds.values())
+        if self._method in _BOUND and calls:
+            _, chunks = _BOUND[str(self._method)]
+            if calls < chunks:
+                chunks = 1
+            return bound(forward_costs, backward_costs, min(self._devices, calls // chunks) * chunks)
+        return balance(forward_costs, backward_costs, fused=fused)
+
+    def schedule(self, partition: Partition, microbatches: int, *, deferred: bool = False) -> Schedule:
+        """The next batch's schedule.
+
+        Where the method has none (for the last, smaller batch of an epoch, say), the stages are dealt round-robin.
+
+        Args:
+            partition: The stages, as :meth:`partition` has made them.
+            microbatches: Number of microbatches of the batch.
+            deferred: Whether no backward may begin before all forwards are done.
+        """
+        made = None if deferred else self._made(partition, microbatches)
+        if made is None:
+            lanes = self._lanes if microbatches >= self._lanes else 1
+            made = roundpipe(partition, microbatches, self._devices, self._next_device, lanes)
+        self._next_device = (made.last_device + 1) % self._devices
+        return made
+
+    def _made(self, partition: Partition, microbatches: int) -> Schedule | None:
+        if self._method == "roundpipe" or partition.stage_count() == 0:
+            return None
+        try:
+            if isinstance(self._method, Schedule):
+                self.check(microbatches)
+                return self._method
+            make, chunks = _BOUND[self._method]
+            stages = len(partition.forward)
+            if stages % chunks:  # a model of fewer layers than that
+                make, chunks = one_f_one_b, 1
+            schedule = make(stages // chunks, microbatches)
+        except ValueError:
+            return None
+        idle = self._devices - len(schedule.devices)
+        return Schedule((*schedule.devices, *([()] * idle)), schedule.last_device, schedule.resident)

@@ -1,0 +1,255 @@
+"""Every schedule runs the same computation: the numbers are those of plain Lightning, whoever runs what when."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close, assert_equal, fit_microbatches, fit_pipeline, result
+from models import CNN, GPT, Lit, batches_of, pictures, tokens
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_roundpipe.pipeline import turnstile
+from lightning_roundpipe.pipeline.weight_gradients import DeferredWeights
+from lightning_roundpipe.schedules import NAMES, Action, Schedule, gpipe
+
+MODELS: dict[str, tuple[Callable[..., Lit], Any]] = {"gpt": (GPT, tokens), "cnn": (CNN, pictures)}
+
+
+def make(name: str, **options: Any) -> Lit:
+    torch.manual_seed(7)
+    return MODELS[name][0](**options).double()
+
+
+def data(name: str, sizes: tuple[int, ...] = (8, 8, 8, 8)) -> list[dict[str, Tensor]]:
+    return [batches_of(MODELS[name][1], 1, size, torch.float64, seed=i)[0] for i, size in enumerate(sizes)]
+
+
+def trained(name: str, m: int, devices: int, run: dict | None = None, **options: Any) -> dict:
+    return result(fit_pipeline(make(name), data(name), m, devices, run=run, **options))
+
+
+def expected(name: str, m: int, **options: Any) -> dict:
+    return result(fit_microbatches(make(name), data(name), m, **options))
+
+
+DEFERS_WEIGHTS = ("zb1p", "dualpipe")
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("m", [2, 4, 8])
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("name", ["gpt"])
+def test_equal_to_plain_lightning(name: str, schedule: str, m: int, devices: int) -> None:
+    if schedule == "dualpipe" and (devices % 2 or m < 2 * devices):
+        with pytest.raises(ValueError, match="DualPipe needs an even number of devices"):
+            trained(name, m, devices, schedule=schedule)
+        return
+    assert_equal(trained(name, m, devices, schedule=schedule), expected(name, m))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_convolutions_and_batch_norm(schedule: str) -> None:
+    ours = trained("cnn", 4, 2, schedule=schedule)
+    assert_close(ours["weights"], trained("cnn", 4, 1)["weights"], 1e-12)
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 4])
+@pytest.mark.parametrize("m", [4, 5, 8])
+def test_lanes_change_nothing(lanes: int, m: int) -> None:
+    reference = trained("gpt", m, 1)
+    assert_equal(trained("gpt", m, 4, lanes=lanes), reference)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(
+    "options", [{"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}, {"max_epochs": 2}], ids=str
+)
+def test_options(schedule: str, options: dict[str, Any]) -> None:
+    assert_equal(trained("gpt", 4, 2, run=options, schedule=schedule), expected("gpt", 4, **options))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_staleness(schedule: str) -> None:
+    assert_equal(trained("gpt", 4, 2, schedule=schedule, staleness=1), trained("gpt", 4, 1, staleness=1))
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("devices", [2, 4])
+def test_uneven_batches(schedule: str, devices: int) -> None:
+    """The last batch has fewer samples than there are microbatches, or too few for the schedule."""
+    runs = []
+    for options in ({"schedule": schedule}, {}):
+        runs.append(result(fit_pipeline(make("gpt"), data("gpt", (8, 5, 8, 3, 1)), 8, devices, **options)))
+    assert_equal(*runs)
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+def test_a_split_call_and_a_deferred_backward(schedule: str) -> None:
+    class Halves(GPT):
+        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            (0.5 * loss).backward()
+
+    runs = []
+    for options in ({"schedule": schedule}, {}):
+        torch.manual_seed(7)
+        model = Halves().double()
+        runs.append(result(fit_pipeline(model, data("gpt"), 4, 2, **options)))
+        runs[-1]["split"] = result(fit_pipeline(make("gpt"), data("gpt"), 4, 2, split="model", **options))
+    assert_equal(*runs)
+
+
+def test_dropout_is_the_same() -> None:
+    reference = None
+    for schedule in NAMES:
+        torch.manual_seed(7)
+        ours = result(fit_pipeline(GPT(dropout=0.3).double(), data("gpt"), 4, 2, schedule=schedule))
+        reference = reference or ours
+        assert_equal(ours, reference)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "dualpipe", "interleaved"])
+def test_random_delays(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = trained("gpt", 4, 2, schedule=schedule)
+    for repetition in range(10):
+        draw = random.Random(repetition)
+        monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 1e-3))
+        assert_equal(trained("gpt", 4, 2, schedule=schedule), reference)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+@pytest.mark.parametrize("schedule", DEFERS_WEIGHTS)
+def test_deferred_weights_in_other_precisions(schedule: str, precision: str) -> None:
+    results = []
+    for name in (schedule, "gpipe"):
+        torch.manual_seed(7)
+        batches = batches_of(tokens, 4, 8)
+        results.append(result(fit_pipeline(GPT(), batches, 4, 2, run={"precision": precision}, schedule=name)))
+    assert_equal(*results)
+
+
+# --- a schedule as data
+
+
+def test_a_schedule_of_one_s_own() -> None:
+    """Read from text, with a fused stage, and microbatches in an order of their own."""
+    text = """
+    0 | F0.1 F0.0 F0.3 F0.2 B2.1 B2.0 B2.3 B2.2
+    1 | FB1.1 FB1.0 FB1.3 FB1.2
+    """
+    ours = trained("gpt", 4, 2, schedule=Schedule.from_text(text))
+    assert_equal(ours, expected("gpt", 4))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "devices", "m", "words"),
+    [
+        (gpipe(2, 4), 3, 4, "for 2 devices, but there are 3"),
+        (gpipe(2, 4), 2, 3, "for 4 microbatches, but `microbatches` is 3"),
+        (Schedule(((Action("B", 0, 0),), ()), 0), 2, 1, "B0"),
+        ("pipedream", 2, 2, "must be one of roundpipe, gpipe"),
+    ],
+)
+def test_schedules_that_do_not_suit(schedule: Any, devices: int, m: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        fit_pipeline(make("gpt"), data("gpt"), m, devices, schedule=schedule)
+
+
+def test_lanes_that_do_not_suit() -> None:
+    with pytest.raises(ValueError, match="3 devices cannot be divided into 2 lanes"):
+        trained("gpt", 4, 3, lanes=2)
+    with pytest.raises(ValueError, match="`lanes` are for schedule='roundpipe' only"):
+        trained("gpt", 4, 2, lanes=2, schedule="gpipe")
+
+
+# --- deferred weight gradients
+
+
+class CountsProducts(TorchDispatchMode):
+    """The matrix products and convolutions that are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.count += name in ("mm", "addmm", "bmm", "convolution")
+        if name == "convolution_backward":
+            self.count += sum(args[-1][:2])  # of the input's gradient, of the weight's
+        return func(*args, **(kwargs or {}))
+
+
+LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "linear": (lambda: nn.Linear(4, 3), (5, 4)),
+    "linear, sequences": (lambda: nn.Linear(4, 3), (2, 5, 4)),
+    "linear, no bias": (lambda: nn.Linear(4, 3, bias=False), (5, 4)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, groups=2), (2, 4, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, stride=2, padding=1, dilation=2), (2, 4, 9, 9)),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), (2, 2, 4, 4, 4)),
+    "several": (
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4), nn.PReLU()),
+        (5, 4),
+    ),
+}
+
+
+@pytest.mark.parametrize("needs_input", [True, False])
+@pytest.mark.parametrize("name", LAYERS)
+def test_no_product_is_computed_twice(name: str, needs_input: bool) -> None:
+    kind, shape = LAYERS[name]
+    torch.manual_seed(0)
+    layer = kind().double()
+    x = torch.randn(shape, dtype=torch.float64, requires_grad=needs_input)
+    parameters = list(layer.parameters())
+    targets = [x, *parameters] if needs_input else parameters
+
+    with CountsProducts() as plain:
+        y = layer(x)
+        seed = torch.randn_like(y)
+        wanted = torch.autograd.grad(y, targets, seed)
+    with CountsProducts() as first:
+        deferred = DeferredWeights(parameters)
+        with deferred:
+            y = layer(x)
+            found = torch.autograd.grad(y, [*targets, deferred.token], seed, allow_unused=True)
+    with CountsProducts() as later:
+        assert deferred.waiting
+        rest = deferred.gradients()
+    assert first.count + later.count == plain.count
+    linear = sum(p.ndim > 1 for p in parameters)
+    assert later.count == linear, "the products of the weights, and no other"
+    sums = {id(target): gradient for target, gradient in zip(targets, found, strict=False) if gradient is not None}
+    for parameter, gradient in rest:
+        sums[id(parameter)] = sums[id(parameter)] + gradient if id(parameter) in sums else gradient
+    for target, gradient in zip(targets, wanted, strict=True):
+        torch.testing.assert_close(sums[id(target)], gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_frozen_and_foreign_weights_are_left_alone() -> None:
+    x, frozen, other = torch.randn(3, 4, requires_grad=True), torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    deferred = DeferredWeights([frozen])
+    with deferred:
+        y = functional.linear(functional.linear(x, frozen), other)
+    y.sum().backward()
+    assert not deferred.waiting and other.grad is not None and x.grad is not None
+
+
+def test_an_error_in_a_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It surfaces with its place, and nothing is left behind."""
+
+    def fail(self: DeferredWeights) -> Any:
+        raise ValueError("no product")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DeferredWeights, "gradients", fail)
+        with pytest.raises(ValueError, match="no product") as caught:
+            trained("gpt", 4, 2, schedule="zb1p")
+    assert any("phase weight gradients" in note and "layer" in note for note in caught.value.__notes__)
+    assert_equal(trained("gpt", 4, 2, schedule="zb1p"), expected("gpt", 4))
