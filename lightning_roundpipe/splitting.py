@@ -155,6 +155,7 @@ class _Trial:
         inside = set(layers)
         self._modules = [module for module in root.modules() if not inside.isdisjoint(module.modules())]
         self._unfit: set[tuple[nn.Module, Hashable]] = set()
+        self._parameters = {module: list(module.parameters()) for module in self._modules}
         self._trying = False
         self._escaped = False
 
@@ -187,7 +188,7 @@ class _Trial:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallSplit, Any] | None:
         """Nothing but the output may come out of a call that is split."""
-        self._trying, self._escaped = True, _is_looked_into(module)
+        self._trying, self._escaped = True, _is_looked_into(module) or self._has_others_parameters(module)
         log = self._root.__dict__.get("log")
         traces: list[list[_Traces]] = []
 
@@ -209,6 +210,11 @@ class _Trial:
             else:
                 self._root.__dict__["log"] = log
         return None if self._escaped else found
+
+    def _has_others_parameters(self, module: nn.Module) -> bool:
+        """Whether the step has put other tensors in the place of parameters (``functional_call``)."""
+        now, own = list(module.parameters()), self._parameters[module]
+        return len(now) != len(own) or not all(map(operator.is_, now, own))
 
     def _note_escape(self, *args: Any, **kwargs: Any) -> None:
         self._escaped = True
