@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,9 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline import turnstile
+from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.pipeline.weight_gradients import DeferredWeights
-from lightning_roundpipe.schedules import NAMES, Action, Schedule, gpipe
+from lightning_roundpipe.schedules import NAMES, Action, Schedule, Scheduler, gpipe
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.simulate import simulate
 
 MODELS: dict[str, tuple[Callable[..., Lit], Any]] = {"gpt": (GPT, tokens), "cnn": (CNN, pictures)}
 
@@ -253,3 +259,42 @@ def test_an_error_in_a_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
             trained("gpt", 4, 2, schedule="zb1p")
     assert any("phase weight gradients" in note and "layer" in note for note in caught.value.__notes__)
     assert_equal(trained("gpt", 4, 2, schedule="zb1p"), expected("gpt", 4))
+
+
+# --- what devices hold
+
+
+@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(("devices", "m"), [(2, 4), (4, 8), (4, 9)])
+def test_peaks_are_those_of_the_simulation(schedule: str, devices: int, m: int) -> None:
+    """Live microbatches and parameters per device: counted while it ran, and computed before."""
+    if schedule == "dualpipe" and m % 2:
+        m += 1
+    model = Row()
+    pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(devices)], scheduler=Scheduler(schedule, devices))
+    steps = [partial(model.loss, torch.full((1, 2), float(i))) for i in range(m)]
+    pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
+    assert pipeline.plan is not None
+    partition, calls = pipeline.plan.partition, pipeline.plan.calls
+    pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
+    pipeline.wait_backward()
+    pipeline.close()
+    sizes = [model.net[index].weight.numel() for index in calls]
+    made = Scheduler(schedule, devices).schedule(partition, m)
+    simulation = simulate(made, partition, Costs((1,) * len(calls), (2,) * len(calls), parameters=sizes))
+    assert tuple(peaks.live for peaks in pipeline.peaks) == simulation.peak_live
+    assert tuple(peaks.parameters for peaks in pipeline.peaks) == simulation.peak_parameters
+
+
+class Row(nn.Module):
+    """Layers of different size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = [2, 3, 5, 4, 7, 2, 3, 6, 2]
+        self.net = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = layer(x)
+        return x.mean()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.interception import OutsideParameters
+from lightning_roundpipe.pipeline.occupancy import Occupancy
 from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.replica import NormStatistics
 from lightning_roundpipe.pipeline.rng import RandomState
@@ -139,6 +140,8 @@ class Batch:
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.places: dict[tuple[int, int], tuple[int, Kind]] = {}
         """For each stage and microbatch the device and the kind of the action."""
+        self.occupancy: list[Occupancy] = []
+        """What each device holds of this batch, if it is counted."""
         self.weights_left: dict[int, int] = {}
         """For each microbatch the number of its W actions that are still to come, if the schedule has any."""
         self.deferring: dict[tuple[int, int], list[Call]] = {}
@@ -191,6 +194,16 @@ class Batch:
     def wait_released(self) -> None:
         with self._monitor.lock:
             self._monitor.wait_for(self._changed, lambda: self.released, self.number)
+
+    def begin_action(self, device: int, action: Action) -> None:
+        """A device begins an action of the schedule."""
+        if self.occupancy:
+            self.occupancy[device].begin(action)
+
+    def end_action(self, device: int, action: Action) -> None:
+        """The device ends it."""
+        if self.occupancy:
+            self.occupancy[device].end(action)
 
     def weights_done(self, index: int) -> None:
         with self._monitor.lock:

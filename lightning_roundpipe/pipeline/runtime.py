@@ -34,6 +34,7 @@ from lightning_roundpipe.pipeline.interception import (
     splitting_calls,
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
+from lightning_roundpipe.pipeline.occupancy import Occupancy, Peaks
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
@@ -114,6 +115,7 @@ class Pipeline(CallOwner):
         self.forward_costs = [Costs() for _ in self.layers]
         self.backward_costs = [Costs() for _ in self.layers]
         self.use = [DeviceUse() for _ in self.devices]
+        self.peaks = [Peaks() for _ in self.devices]
         self.batches = 0
         self.last_microbatches = 0
         self._threads: list[WorkThread] = []
@@ -425,6 +427,11 @@ class Pipeline(CallOwner):
                 forward[0] = [(batch.number, _serial(i, back)) for i in numbers for back in (False, True)]
             return forward, backward
         schedule = self.scheduler.schedule(batch.plan.partition, batch.microbatches, deferred=batch.deferred)
+        if not batch.deferred:
+            sizes = [sum(parameter.numel() for parameter in layer.parameters) for layer in self.layers]
+            batch.occupancy = [
+                Occupancy(peaks, schedule, device, batch.plan, sizes) for device, peaks in enumerate(self.peaks)
+            ]
         for device, line in enumerate(schedule.devices):
             for action in line:
                 if action.kind == "W":
@@ -831,12 +838,14 @@ class Pipeline(CallOwner):
             for number, action in turns:
                 self.turnstiles.enter((number, action))
                 index = action.microbatch - batch.first
+                batch.begin_action(device, Action("W", action.stage, index))
                 for call in batch.deferring[action.stage, index]:
                     where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
                     start = time.perf_counter()
                     with self.devices[device].running():
                         call.deferred_gradients = call.weight_gradients()
                     self.use[device].busy_seconds += time.perf_counter() - start
+                batch.end_action(device, Action("W", action.stage, index))
                 self.turnstiles.leave((number, action))
                 batch.weights_done(index)
         except Cancelled:

@@ -66,7 +66,8 @@ class Turns:
         self._turnstiles.enter(ticket)
         microbatch.ticket = ticket
         microbatch.stage = stage
-        microbatch.device = microbatch.batch.places[stage, microbatch.index][0]
+        microbatch.device, kind = microbatch.batch.places[stage, microbatch.index]
+        microbatch.batch.begin_action(microbatch.device, Action(kind, stage, microbatch.index))
 
     def _ticket(self, microbatch: Microbatch, stage: int) -> tuple[int, Action]:
         batch = microbatch.batch
@@ -75,6 +76,8 @@ class Turns:
     def leave_ticket(self, microbatch: Microbatch) -> None:
         """Ends the present turn."""
         if microbatch.ticket is not None:
+            action = Action(microbatch.ticket[1].kind, microbatch.stage, microbatch.index)
+            microbatch.batch.end_action(microbatch.device, action)
             self._turnstiles.leave(microbatch.ticket)
             microbatch.ticket = None
 

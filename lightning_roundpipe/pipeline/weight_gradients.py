@@ -39,7 +39,7 @@ class DeferredWeights(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kind = _KINDS.get(func)
+        kind = OPERATIONS.get(func)
         if kind is not None and torch.is_grad_enabled():
             x, *settings = _in_order(kind.names, args, kwargs)
             operation = kind(*settings)
@@ -47,7 +47,7 @@ class DeferredWeights(TorchFunctionMode):
                 return _InputGradient.apply(operation, self._later, self.token, x)
         return func(*args, **kwargs)
 
-    def _may_wait(self, operation: "_Operation") -> bool:
+    def _may_wait(self, operation: "Operation") -> bool:
         bias = operation.bias
         return id(operation.weight) in self._own and (bias is None or not bias.requires_grad or id(bias) in self._own)
 
@@ -63,7 +63,7 @@ class DeferredWeights(TorchFunctionMode):
             return [pair for compute in later for pair in compute()]
 
 
-class _Operation(ABC):
+class Operation(ABC):
     """An operation by a weight, and a bias if there is one."""
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ class _Operation(ABC):
         return [(parameter, value.to(parameter.dtype)) for parameter, value in pairs]
 
 
-class _Linear(_Operation):
+class _Linear(Operation):
     names = ("input", "weight", "bias")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -112,7 +112,7 @@ class _Linear(_Operation):
         return gradient.t() @ x.reshape(-1, x.shape[-1]), gradient.sum(0)
 
 
-class _Convolution(_Operation):
+class _Convolution(Operation):
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
 
     def __init__(
@@ -148,12 +148,13 @@ class _Convolution(_Operation):
         return weight, bias
 
 
-_KINDS: dict[Any, Any] = {
+OPERATIONS: dict[Any, Any] = {
     functional.linear: _Linear,
     functional.conv1d: _Convolution,
     functional.conv2d: _Convolution,
     functional.conv3d: _Convolution,
 }
+"""How each function is taken apart."""
 
 
 def _in_order(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
@@ -167,7 +168,7 @@ class _InputGradient(torch.autograd.Function):
     """The operation, with the gradients of its parameters left for later."""
 
     @staticmethod
-    def forward(ctx: Any, operation: _Operation, later: list[Callable[[], Found]], token: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx: Any, operation: Operation, later: list[Callable[[], Found]], token: Tensor, x: Tensor) -> Tensor:
         ctx.operation, ctx.later = operation, later
         ctx.save_for_backward(x)
         return operation.forward(x)
