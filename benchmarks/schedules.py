@@ -1,0 +1,185 @@
+"""Every schedule, executed by the runtime with layers that sleep, against its simulation.
+
+    python benchmarks/schedules.py [--devices 8] [--layers 16] [--microbatches 16] [--milliseconds 20]
+
+The layers' forward and backward take a given time without holding the interpreter or a core, so many virtual devices
+run on few cores. What is left of the difference is what the runtime itself costs. Prints a table and writes JSON.
+"""
+
+import argparse
+import json
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import print as show
+from rich.table import Table
+from torch import Tensor, nn
+from torch.overrides import wrap_torch_function
+
+from lightning_roundpipe.devices import CpuDevice
+from lightning_roundpipe.pipeline.runtime import Pipeline
+from lightning_roundpipe.pipeline.weight_gradients import OPERATIONS, Operation
+from lightning_roundpipe.schedules import NAMES, Schedule, Scheduler
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.simulate import simulate
+
+TARGET = 0.05
+
+
+class _Sleeps(torch.autograd.Function):
+    """Takes its time in the forward, and twice that in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, gradient.sum().reshape(1), None
+
+
+@wrap_torch_function(lambda x, weight, seconds: (x,))
+def sleeping(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
+    result: Tensor = _Sleeps.apply(x, weight, seconds)
+    return result
+
+
+class _SleepingOperation(Operation):
+    """The same in two halves: the gradient of the input, and of the weight."""
+
+    names = ("x", "weight", "seconds")
+
+    def __init__(self, weight: Tensor, seconds: float) -> None:
+        self.weight, self.bias, self._seconds = weight, None, seconds
+
+    def takes(self, x: Tensor) -> bool:
+        return True
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return x * self.weight.detach()
+
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        time.sleep(self._seconds)
+        return gradient.clone()
+
+    def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, None]:
+        time.sleep(self._seconds)
+        return gradient.sum().reshape(1), None
+
+
+OPERATIONS[sleeping] = _SleepingOperation
+
+
+class Layer(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sleeping(x, self.weight, self.seconds)
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(seconds) for _ in range(layers))
+
+    def loss(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+
+class Given(Scheduler):
+    """Plans by the times that are known, not by those that are measured."""
+
+    def partition(self, forward_costs: Any, backward_costs: Any, *, fused: bool = True) -> Any:
+        calls = len(forward_costs)
+        return super().partition([1.0] * calls, [3.0] * calls, fused=fused)
+
+    def schedule(self, partition: Any, microbatches: int, *, deferred: bool = False) -> Schedule:
+        self._next_device = 0  # each batch by itself
+        return super().schedule(partition, microbatches, deferred=deferred)
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Busy share of the devices in one batch: measured (the median of some) and simulated."""
+    m, seconds = options.microbatches, options.milliseconds / 1000
+    model = Model(options.layers, seconds)
+    scheduler = Given(name, options.devices)  # type: ignore[arg-type]
+    pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(options.devices)], scheduler=scheduler)
+    steps = [partial(model.loss, torch.ones(1, 1)) for _ in range(m)]
+    pipeline.start_batch(steps[:1], [1.0], lambda: 1.0)  # shows what the layers are like
+    pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
+    pipeline.wait_backward()
+    shares, seconds_taken = [], []
+    for _ in range(options.batches):
+        before = sum(use.busy_seconds for use in pipeline.use)
+        start = time.perf_counter()
+        pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
+        pipeline.wait_backward()
+        seconds_taken.append(time.perf_counter() - start)
+        busy = sum(use.busy_seconds for use in pipeline.use) - before
+        shares.append(busy / (seconds_taken[-1] * options.devices))
+    assert pipeline.plan is not None
+    partition = pipeline.plan.partition
+    pipeline.close()
+    costs = Costs(
+        forward=(seconds,) * options.layers,
+        backward=(2 * seconds,) * options.layers,
+        weight_gradient=(seconds,) * options.layers,
+    )
+    simulation = simulate(Given(name, options.devices).schedule(partition, m), partition, costs)  # type: ignore[arg-type]
+    return {
+        "schedule": name,
+        "measured_busy": sorted(shares)[len(shares) // 2],
+        "simulated_busy": float(1 - simulation.bubble),
+        "measured_seconds": sorted(seconds_taken)[len(shares) // 2],
+        "simulated_seconds": float(simulation.makespan),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--milliseconds", type=float, default=20, help="forward of a layer; backward: twice that")
+    parser.add_argument("--batches", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/schedules.json"))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [measure(name, options) for name in NAMES]
+    table = Table(
+        title=f"{options.devices} devices, {options.layers} layers, {options.microbatches} microbatches",
+        caption=f"busy: share of the devices' time; target: the two within {100 * TARGET:.0f} points",
+    )
+    for title in ("schedule", "busy, measured", "simulated", "difference", "s per batch, measured", "simulated"):
+        table.add_column(title, justify="left" if title == "schedule" else "right")
+    for row in rows:
+        difference = row["measured_busy"] - row["simulated_busy"]
+        table.add_row(
+            row["schedule"],
+            f"{100 * row['measured_busy']:.1f} %",
+            f"{100 * row['simulated_busy']:.1f} %",
+            f"{100 * difference:+.1f}" + ("" if abs(difference) <= TARGET else " MISSED"),
+            f"{row['measured_seconds']:.2f}",
+            f"{row['simulated_seconds']:.2f}",
+        )
+    show(table)
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(
+        json.dumps({"options": vars(options) | {"output": str(options.output)}, "rows": rows}, indent=1)
+    )
+
+
+if __name__ == "__main__":
+    main()
