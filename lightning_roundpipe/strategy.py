@@ -90,7 +90,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             ``"gpipe"``, ``"1f1b"``, ``"interleaved"``, ``"zb1p"``, ``"dualpipe"``, ``"model_parallel"``,
             ``"sequential"``; or a :class:`Schedule` for these devices and microbatches. The numbers are the same.
         lanes: For ``"roundpipe"``: into how many groups the devices are divided, each of which runs all stages for its
-            share of the microbatches. More lanes leave less idle, and load each stage more often.
+            share of the microbatches. More lanes leave less idle, and load each stage more often. ``"auto"``: as many
+            as are best by the measured costs.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
         precision_plugin: As for any strategy.
@@ -112,7 +113,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         background_step: bool = True,
         compile: bool | dict[str, Any] = False,
         schedule: ScheduleName | Schedule = "roundpipe",
-        lanes: int = 1,
+        lanes: int | Literal["auto"] = 1,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -129,8 +130,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         if isinstance(schedule, str) and schedule not in SCHEDULES:
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
-        if lanes < 1:
-            raise ValueError(f"`lanes` must be at least 1, got {lanes}.")
+        if lanes != "auto" and lanes < 1:
+            raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -298,3 +299,51 @@ class Row(nn.Module):
         for layer in self.net:
             x = layer(x)
         return x.mean()
+
+
+# --- planning in the background
+
+
+def test_better_stages_are_found_while_training() -> None:
+    """A head that costs several blocks, and lanes as they are best: other stages than at first, the same numbers."""
+    model = Row()
+    pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(4)], scheduler=Scheduler("roundpipe", 4, "auto"))
+    steps = [partial(model.loss, torch.full((1, 2), float(i))) for i in range(8)]
+    scheduler = pipeline.scheduler
+    searched: list[int] = []
+    found = threading.Event()
+
+    def plan(*args: Any) -> Any:
+        searched.append(args[2])
+        try:
+            return Scheduler.plan(scheduler, [1.0] * 7 + [4.0], [3.0] * 7 + [12.0], *args[2:])
+        finally:
+            found.set()
+
+    scheduler.plan = plan  # type: ignore[method-assign]
+    losses = []
+    for batch in range(6):
+        losses.append(pipeline.start_batch(steps, [1 / 8] * 8, lambda: 1.0).losses)
+        pipeline.wait_backward()
+        if batch == 2:
+            assert found.wait(30)
+    assert pipeline.plan is not None and pipeline.plan.lanes == 4
+    assert searched[0] == 8
+    pipeline.close()
+    assert all(torch.equal(a, b) for each in losses for a, b in zip(each, losses[0], strict=True))
+
+
+def test_an_error_while_planning() -> None:
+    model = Row()
+    pipeline = Pipeline(model, [CpuDevice(0, 1)], scheduler=Scheduler("roundpipe", 1))
+
+    def fail(*args: Any) -> Any:
+        raise ValueError("no plan")
+
+    pipeline.scheduler.plan = fail  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no plan") as caught:
+        for _ in range(100):
+            pipeline.start_batch([partial(model.loss, torch.ones(1, 2))], [1.0], lambda: 1.0)
+            pipeline.wait_backward()
+    assert "roundpipe: while planning stages" in caught.value.__notes__
+    pipeline.close()

@@ -16,12 +16,13 @@ class Plan:
     calls: tuple[int, ...]
     """Layer indices in call order."""
     partition: Partition
+    lanes: int
     positions: dict[int, list[int]]
     forward_stage: tuple[int, ...]
     backward_stage: tuple[int, ...]
 
     @classmethod
-    def make(cls, calls: Sequence[int], partition: Partition) -> "Plan":
+    def make(cls, calls: Sequence[int], partition: Partition, lanes: int) -> "Plan":
         positions: dict[int, list[int]] = {}
         for position, layer in enumerate(calls):
             positions.setdefault(layer, []).append(position)
@@ -34,7 +35,7 @@ class Plan:
         for number, range_ in enumerate(partition.backward):
             for position in range_:
                 backward_stage[position] = offset + number
-        return cls(tuple(calls), partition, positions, tuple(forward_stage), tuple(backward_stage))
+        return cls(tuple(calls), partition, lanes, positions, tuple(forward_stage), tuple(backward_stage))
 
     def locate(self, layer: int, start: int) -> int | None:
         """The first position of the layer from ``start`` on."""
@@ -47,20 +48,19 @@ class Plan:
         return len(self.partition.forward) if self.partition.fused and self.partition.backward else None
 
 
+_CALLS_AVERAGED = 50
+
+
 @dataclass(slots=True)
 class Costs:
-    """Measured seconds per layer: the mean over its calls, the first batch left out."""
+    """Measured seconds per layer: a moving average over its calls, the first batch left out."""
 
-    seconds: float = 0.0
+    mean: float = 0.0
     calls: int = 0
 
     def add(self, seconds: float) -> None:
-        self.seconds += seconds
         self.calls += 1
-
-    @property
-    def mean(self) -> float:
-        return self.seconds / self.calls if self.calls else 0.0
+        self.mean += (seconds - self.mean) / min(self.calls, _CALLS_AVERAGED)
 
 
 def merge_sequences(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

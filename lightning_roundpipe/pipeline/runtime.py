@@ -36,6 +36,7 @@ from lightning_roundpipe.pipeline.interception import (
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 from lightning_roundpipe.pipeline.occupancy import Occupancy, Peaks
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
+from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
@@ -108,6 +109,7 @@ class Pipeline(CallOwner):
         self.gradients = Gradients(self.store, self.monitor)
         self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
         self.plan: Plan | None = None
+        self._planning = Planning(self.scheduler, staleness, self.monitor.fail)
         self._splits: dict[tuple[int, Hashable], CallSplit] = {}
         """How calls are split in steps that see the whole batch: by module and kind of arguments."""
         self._split_into = 1
@@ -298,6 +300,7 @@ class Pipeline(CallOwner):
             thread.close()
         self._catcher.close()
         self._threads = []
+        self._planning.close()
         self._weight_threads = {}
         self._batch = None
 
@@ -362,13 +365,18 @@ class Pipeline(CallOwner):
         if self.plan is None or self._is_new(microbatches) or self.serial_reason is not None:
             return None
         if not deferred:
+            self.plan = self._planning.take(self.plan.calls) or self.plan
             return self.plan
         return self._make_plan(self.plan.calls, fused=False)
 
     def _make_plan(self, calls: Sequence[int], *, fused: bool) -> Plan:
+        forward, backward = self._costs_of(calls)
+        return Plan.make(calls, self.scheduler.partition(forward, backward, fused=fused), self.scheduler.lanes)
+
+    def _costs_of(self, calls: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Seconds of each call's forward, and of its backward including the recompute."""
         forward = [self.forward_costs[i].mean for i in calls]
-        backward = [self.backward_costs[i].mean or 3 * self.forward_costs[i].mean for i in calls]
-        return Plan.make(calls, self.scheduler.partition(forward, backward, fused=fused))
+        return forward, [self.backward_costs[i].mean or 3 * self.forward_costs[i].mean for i in calls]
 
     def _replan(self, batch: Batch) -> None:
         """Plans the next batch by the calls that this one made, and by measured costs."""
@@ -384,6 +392,8 @@ class Pipeline(CallOwner):
             pass  # each call has a plan of its own
         elif batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
             self.plan = self._make_plan(merged, fused=True)
+        elif batch.plan is not None and not batch.deferred:
+            self._planning.consider(merged, *self._costs_of(merged), batch.microbatches)
         if batch.records:
             # Whatever happens for the first time is slow: only what comes now is measured.
             self.forward_costs = [Costs() for _ in self.layers]
@@ -426,7 +436,9 @@ class Pipeline(CallOwner):
             else:
                 forward[0] = [(batch.number, _serial(i, back)) for i in numbers for back in (False, True)]
             return forward, backward
-        schedule = self.scheduler.schedule(batch.plan.partition, batch.microbatches, deferred=batch.deferred)
+        schedule = self.scheduler.schedule(
+            batch.plan.partition, batch.microbatches, lanes=batch.plan.lanes, deferred=batch.deferred
+        )
         if not batch.deferred:
             sizes = [sum(parameter.numel() for parameter in layer.parameters) for layer in self.layers]
             batch.occupancy = [

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
+from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.dualpipe import dualpipe
 from lightning_roundpipe.schedules.gpipe import gpipe
 from lightning_roundpipe.schedules.model_parallel import model_parallel
 from lightning_roundpipe.schedules.one_f_one_b import interleaved, one_f_one_b
 from lightning_roundpipe.schedules.partition import Partition, balance, bound, cut
+from lightning_roundpipe.schedules.planner import plan
 from lightning_roundpipe.schedules.roundpipe import roundpipe
 from lightning_roundpipe.schedules.schedule import Schedule
 from lightning_roundpipe.schedules.sequential import sequential
@@ -37,18 +39,21 @@ class Scheduler:
     Args:
         method: The schedule's name, or one as data, for batches of as many microbatches as it has.
         devices: Number of devices.
-        lanes: For ``"roundpipe"``: into how many groups the devices are divided; see :func:`roundpipe`.
+        lanes: For ``"roundpipe"``: into how many groups the devices are divided; see :func:`roundpipe`. ``"auto"``: as
+            :meth:`plan` finds best.
 
     Raises:
         ValueError: There is no such schedule, or the numbers do not suit it.
     """
 
-    def __init__(self, method: ScheduleName | Schedule = "roundpipe", devices: int = 1, lanes: int = 1) -> None:
+    def __init__(
+        self, method: ScheduleName | Schedule = "roundpipe", devices: int = 1, lanes: int | Literal["auto"] = 1
+    ) -> None:
         if isinstance(method, str) and method not in NAMES:
             raise ValueError(f"`schedule` must be one of {', '.join(NAMES)}, or a Schedule; got {method!r}.")
         if lanes != 1 and method != "roundpipe":
             raise ValueError(f"`lanes` are for schedule='roundpipe' only; `schedule` is {method!r}.")
-        if lanes < 1 or devices % lanes:
+        if lanes != "auto" and (lanes < 1 or devices % lanes):
             raise ValueError(f"{devices} devices cannot be divided into {lanes} lanes of equal size.")
         if isinstance(method, Schedule):
             method.validate()
@@ -56,8 +61,33 @@ class Scheduler:
                 raise ValueError(f"The schedule is for {len(method.devices)} devices, but there are {devices}.")
         self._method = method
         self._devices = devices
-        self._lanes = lanes
+        self._lanes_wanted = lanes
+        self.lanes = 1 if lanes == "auto" else lanes
+        """Number of lanes as long as nothing else is planned."""
         self._next_device = 0
+
+    @property
+    def can_be_planned(self) -> bool:
+        """Whether the stages are not given by the method."""
+        return self._method == "roundpipe"
+
+    def plan(
+        self, forward_costs: Sequence[float], backward_costs: Sequence[float], microbatches: int, staleness: int
+    ) -> tuple[Partition, int]:
+        """Searches the stages, and the number of lanes, that take the least time per batch. Takes up to a second.
+
+        Args:
+            forward_costs: As for :meth:`partition`.
+            backward_costs: As for :meth:`partition`.
+            microbatches: Number of microbatches of a batch.
+            staleness: How many steps the parameters of a batch may be behind.
+        """
+        backward = [max(both - forward, 0.0) for forward, both in zip(forward_costs, backward_costs, strict=True)]
+        lanes = None if self._lanes_wanted == "auto" else self._lanes_wanted
+        if lanes is not None and lanes > microbatches:
+            lanes = 1
+        found = plan(Costs(forward_costs, backward), microbatches, self._devices, staleness=staleness, lanes=lanes)
+        return found.partition, found.lanes
 
     def check(self, microbatches: int) -> None:
         """Whether batches of so many microbatches can be scheduled in the way that was asked for.
@@ -96,7 +126,7 @@ class Scheduler:
             return bound(forward_costs, backward_costs, min(self._devices, calls // chunks) * chunks)
         return balance(forward_costs, backward_costs, fused=fused)
 
-    def schedule(self, partition: Partition, microbatches: int, *, deferred: bool = False) -> Schedule:
+    def schedule(self, partition: Partition, microbatches: int, *, lanes: int = 1, deferred: bool = False) -> Schedule:
         """The next batch's schedule.
 
         Where the method has none (for the last, smaller batch of an epoch, say), the stages are dealt round-robin.
@@ -104,12 +134,14 @@ class Scheduler:
         Args:
             partition: The stages, as :meth:`partition` has made them.
             microbatches: Number of microbatches of the batch.
+            lanes: Number of lanes.
             deferred: Whether no backward may begin before all forwards are done.
         """
         made = None if deferred else self._made(partition, microbatches)
         if made is None:
-            lanes = self._lanes if microbatches >= self._lanes else 1
-            made = roundpipe(partition, microbatches, self._devices, self._next_device, lanes)
+            made = roundpipe(
+                partition, microbatches, self._devices, self._next_device, lanes if microbatches >= lanes else 1
+            )
         self._next_device = (made.last_device + 1) % self._devices
         return made
 
