@@ -42,7 +42,6 @@ from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.splitting import (
     Evidence,
     LossOf,
-    count_labels,
     find_split_calls,
     gather_evidence,
     undone,
@@ -508,7 +507,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                     if evidence.fits:
                         self._decide_for_step(evidence)
                         return
-                    why = f"because the loss couples samples: {evidence.describe()}"
+                    why = f"because {'' if evidence.accumulates else 'the loss couples samples: '}{evidence.describe()}"
                 elif self._own_split is not None or mb.can_be_split(batch):
                     return  # a single sample
                 else:
@@ -543,9 +542,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
         # have different numbers of them.
         preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
-        best = next((name for name in preferred if name in evidence.fits), evidence.fits[0])
-        weight = {"count_labels": count_labels}.get(best, best)
-        self._decided = ("step", self.loss_weight if callable(self.loss_weight) else weight)
+        best = next(name for name in (*preferred, *evidence.fits) if name in evidence.fits)
+        self._decided = ("step", evidence.fits[best])
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(
@@ -824,7 +822,9 @@ def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None
     if name in evidence.fits:
         return
     if evidence.fits:
-        remedy = f"It does with loss_weight={evidence.fits[0]!r}."
+        remedy = f"It does with loss_weight={next(iter(evidence.fits))!r}."
+    elif evidence.accumulates:
+        remedy = "Use split='auto' or split='model', unless that is meant."
     else:
         remedy = "The loss couples samples: use split='auto' or split='model', unless the loss of each part is meant."
     rank_zero_warn(
