@@ -57,35 +57,39 @@ def changed_batches(batch: Any, samples: int, ignored: Collection[int]) -> Itera
         if leaf.ndim == 0 or leaf.size(0) != samples or leaf[0].numel() == 0:
             continue
         for value in _values_left_out(leaf, ignored, may_be_labels=named[position] or not any(named)):
-            changed = leaf.clone()
-            row = changed[0].view(-1) if changed[0].is_contiguous() else None
-            if row is None:
-                continue
+            changed = leaf.clone(memory_format=torch.contiguous_format)
+            row = changed[0].view(-1)
             row[len(row) // 2 :] = value
             if not torch.equal(changed, leaf):
-                yield rebuild([*leaves[:position], changed, *leaves[position + 1 :]]), _count_of(position, len(leaves), value)
+                yield (
+                    rebuild([*leaves[:position], changed, *leaves[position + 1 :]]),
+                    _count_of(position, len(leaves), value, weights=leaf.is_floating_point()),
+                )
 
 
-def _values_left_out(leaf: Tensor, ignored: Collection[int], *, may_be_labels: bool) -> list[int]:
-    if leaf.dtype is torch.bool or leaf.is_floating_point():
-        is_mask = leaf.dtype is torch.bool or bool(((leaf == 0) | (leaf == 1)).all())
-        return [0] if is_mask else []
+def _values_left_out(leaf: Tensor, ignored: Collection[int], *, may_be_labels: bool) -> list[float]:
+    if leaf.dtype is torch.bool:
+        return [0]
     if leaf.is_complex():
         return []
-    values = {0} if bool(((leaf == 0) | (leaf == 1)).all()) else set()
+    is_mask = bool(((leaf == 0) | (leaf == 1)).all())
+    if leaf.is_floating_point():
+        return [0, 0.5] if is_mask else []
+    values = {0} if is_mask else set()
     if may_be_labels:  # labels of samples are left out only by losses that name a value for it
         values.update(value for value in ignored if leaf.ndim > 1 or value != IGNORED_LABEL)
     return sorted(value for value in values if value >= torch.iinfo(leaf.dtype).min)
 
 
-def _count_of(position: int, leaves: int, value: int) -> Counting:
+def _count_of(position: int, leaves: int, value: float, *, weights: bool) -> Counting:
     def count(piece: Any) -> float:
         found = flatten(piece)[0]
         if len(found) != leaves:
             raise ValueError(f"The batch is not laid out as the first one: {len(found)} fields instead of {leaves}.")
-        return float((found[position] != value).sum())
+        field = found[position]
+        return float(field.sum() if weights else (field != value).sum())
 
-    count.__name__ = f"values other than {value} in field {position}"
+    count.__name__ = f"the sum of field {position}" if weights else f"values other than {value} in field {position}"
     return count
 
 

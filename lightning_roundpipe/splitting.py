@@ -6,7 +6,6 @@ The extra runs leave no trace: they see no gradients and draw no random numbers,
 buffers, attributes and parameters is undone.
 """
 
-import copy
 import operator
 import random
 from collections import deque
@@ -78,7 +77,7 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
     """
     candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
     ignored = {IGNORED_LABEL}
-    evidence = _compare(module, batch, cut, loss_of, candidates, ignored)
+    evidence = compare(module, batch, cut, loss_of, candidates, ignored)
     if evidence is None or not evidence.fits:
         return evidence
     fits = evidence.fits
@@ -87,23 +86,23 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
     with ExitStack() as stack:
         with suppress(Exception):  # a step that bears no other values
             with moved_parameters(module):
-                moved = _compare(module, batch, cut, loss_of, fits)
+                moved = compare(module, batch, cut, loss_of, fits)
             if moved is not None:
                 fits = moved.fits
                 stack.enter_context(moved_parameters(module))
         for changed, counting in changed_batches(batch, samples, ignored):
             tried: dict[str, LossWeight] = {**fits, weight_name(counting): counting}
             with suppress(Exception):
-                closer = _compare(module, changed, cut, loss_of, tried)
+                closer = compare(module, changed, cut, loss_of, tried)
                 if closer is not None:
                     fits = closer.fits
         if not fits.keys() <= evidence.fits.keys():  # one that was found last must suit all that came before
-            closer = _compare(module, batch, cut, loss_of, fits)
+            closer = compare(module, batch, cut, loss_of, fits)
             fits = fits if closer is None else closer.fits
     return replace(evidence, fits=fits)
 
 
-def _compare(
+def compare(
     module: nn.Module,
     batch: Any,
     cut: Cut,
@@ -111,6 +110,16 @@ def _compare(
     candidates: dict[str, LossWeight],
     ignored: set[int] | None = None,
 ) -> Evidence | None:
+    """The losses of the whole batch and of its microbatches, and what they leave on the module.
+
+    Args:
+        module, batch, cut, loss_of: As for :func:`gather_evidence`.
+        candidates: The weightings to try, by name.
+        ignored: Gets the labels that the step's losses do not count.
+
+    Returns:
+        None where the loss says nothing: there is none, or it is zero or not finite.
+    """
     with undone(module):
         pieces, sizes = cut(batch)
     (whole,), left = _run(module, [batch], [sum(sizes)], loss_of, ignored)
@@ -510,9 +519,8 @@ class _Repeatable(TorchFunctionMode):
         parameters = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, nn.Parameter)]
         if not parameters:
             return func(*args, **kwargs)
-        if name == "__set__" or name.startswith("__i") or name == "__setitem__" or "out" in kwargs:
-            self._keep(parameters)
-        elif name.endswith("_") and not name.endswith("__"):
+        written = name in ("__set__", "__setitem__") or name.startswith("__i") or "out" in kwargs
+        if written or (name.endswith("_") and not name.endswith("__")):
             self._keep(parameters)
         result = func(*args, **kwargs)
         memory = {_address(item) for item in _flat((result,)) if isinstance(item, Tensor)}
