@@ -461,5 +461,5 @@ def test_outputs_that_do_not_fit_together() -> None:
     x = torch.randn(6, 5, 4).double()
     data = [(x, torch.tensor([5] * 6)), (x, torch.tensor([1, 2, 5, 4, 3, 1]))]
     model = Model(Pads(), lambda model, batch: model(*batch).var()).double()
-    with pytest.raises(RuntimeError, match=r"(?s)call of Pads.*do not fit together.*split='whole'"):
+    with pytest.raises(RuntimeError, match=r"(?s)call of Model.*do not fit together.*split='whole'"):
         fit(model, data, RoundPipeStrategy(microbatches=3, split="model"), devices=2)
