@@ -463,3 +463,21 @@ def test_outputs_that_do_not_fit_together() -> None:
     model = Model(Pads(), lambda model, batch: model(*batch).var()).double()
     with pytest.raises(RuntimeError, match=r"(?s)call of Model.*do not fit together.*split='whole'"):
         fit(model, data, RoundPipeStrategy(microbatches=3, split="model"), devices=2)
+
+
+class GivesItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.blocks(x), x, x[:, :2], self.blocks[0][0].weight
+
+
+@pytest.mark.parametrize("split", ["model", "auto"])
+def test_outputs_that_are_arguments_or_parameters(split: str) -> None:
+    def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
+        y, x, part, weight = model((batch[0] * model.temperature).sin())
+        return y.var() + (x * y).std() + part.var() + weight.norm()
+
+    assert way(assert_as_plain(Model(GivesItsWeight(), loss).double(), batches(), 3, 2, split)) == "model"

@@ -109,7 +109,8 @@ class FanOut(Batch):
         self._differentiable = [
             i
             for i, column in enumerate(zip(*self._outputs, strict=True))
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in column)
+            if not isinstance(column[0], nn.Parameter)  # which is the caller's as it is
+            and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in column)
         ]
         if self._differentiable:
             inputs = [leaves[i] for i in self.gradient_inputs]
