@@ -75,7 +75,7 @@ def _values_left_out(leaf: Tensor, ignored: Collection[int], *, may_be_labels: b
     is_mask = bool(((leaf == 0) | (leaf == 1)).all())
     if leaf.is_floating_point():
         return [0, 0.5] if is_mask else []
-    values = {0} if is_mask else set()
+    values = {0} if is_mask or leaf.ndim > 1 else set()  # often what pads sequences
     if may_be_labels:  # labels of samples are left out only by losses that name a value for it
         values.update(value for value in ignored if leaf.ndim > 1 or value != IGNORED_LABEL)
     return sorted(value for value in values if value >= torch.iinfo(leaf.dtype).min)

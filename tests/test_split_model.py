@@ -481,3 +481,16 @@ def test_outputs_that_are_arguments_or_parameters(split: str) -> None:
         return y.var() + (x * y).std() + part.var() + weight.norm()
 
     assert way(assert_as_plain(Model(GivesItsWeight(), loss).double(), batches(), 3, 2, split)) == "model"
+
+
+def test_layers_are_split_after_a_batch_that_ran_whole() -> None:
+    """A first batch of one sample shows what layers are like, but not how to split their calls."""
+
+    def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0]
+        for block in model.net.blocks:
+            x = torch.tanh(block(x)) + x.mean(0)
+        return (model.net.head(x) @ model.net.head(batch[1]).T).square().mean() * model.temperature
+
+    model = Model(Blocks(), loss).double()
+    assert way(assert_as_plain(model, batches((1, 8, 7, 8)), 3, 2, "auto")) == "model"
