@@ -448,6 +448,10 @@ def _holds(container: Any, contents: Any) -> bool:
     return len(container) == len(contents) and all(map(operator.is_, container, contents))
 
 
+_WRITING = {"out", "max_norm", "inplace"}
+"""Arguments of functions that may write to what they are given."""
+
+
 class _Repeatable(TorchFunctionMode):
     """No randomness, so that a batch and its parts can be compared; and changes of parameters that can be put back.
 
@@ -519,7 +523,8 @@ class _Repeatable(TorchFunctionMode):
         parameters = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, nn.Parameter)]
         if not parameters:
             return func(*args, **kwargs)
-        written = name in ("__set__", "__setitem__") or name.startswith("__i") or "out" in kwargs
+        written = name in ("__set__", "__setitem__") or name.startswith("__i")
+        written |= any(value is not None and value is not False for key, value in kwargs.items() if key in _WRITING)
         if written or (name.endswith("_") and not name.endswith("__")):
             self._keep(parameters)
         result = func(*args, **kwargs)

@@ -516,7 +516,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         assert module is not None
 
         def loss_of(part: Any) -> Tensor | None:
-            module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
+            for name in ("log", "print"):  # undone with the other attributes
+                module.__dict__[name] = lambda *args, **kwargs: None
             with self.precision_plugin.train_step_context():
                 with torch.compiler.set_stance("force_eager"):  # not compiled for the sake of one batch
                     return step(part)
