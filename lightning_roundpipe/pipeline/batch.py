@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.pipeline.interception import OutsideParameters
+from lightning_roundpipe.pipeline.interception import OutsideParameters, in_checkpoint
 from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.replica import NormStatistics
 from lightning_roundpipe.pipeline.rng import RandomState
@@ -92,6 +92,12 @@ class Microbatch:
         """Whether autograd is in the loss's own graph, and not in one within it (a reentrant checkpoint's)."""
         return torch._C._current_graph_task_id() == self._graph_task
 
+    def runs_again(self) -> bool:
+        """Within the backward: whether a checkpoint runs its part of the step again, to see what autograd saved of it.
+        Not a reentrant one, which runs it to differentiate that by itself."""
+        node = torch._C._current_autograd_node()
+        return in_checkpoint() and self.in_graph_task() and node.name() != "CheckpointFunctionBackward"
+
     @property
     def label(self) -> str:
         """Names it in errors, and apart from those of other batches."""
@@ -133,6 +139,8 @@ class Batch:
         self.first = 0
         """Number of the first microbatch."""
         self.released = not deferred
+        self.recomputes = False
+        """Whether layers are called within a checkpoint, and so may be called again in its backward."""
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.stage_device: dict[int, int] = {}

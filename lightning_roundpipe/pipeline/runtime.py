@@ -31,13 +31,14 @@ from lightning_roundpipe.pipeline.interception import (
     OutsideParameters,
     handling_calls,
     handling_no_calls,
+    in_checkpoint,
     splitting_calls,
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
-from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
+from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
@@ -177,8 +178,8 @@ class Pipeline(CallOwner):
             )
         self.store.refresh(values=values_changed)
         self._catcher.refresh()
-        if self._units_past_us and self._batch is not None and self._batch.released:
-            self.wait_backward()  # a reentrant checkpoint runs the user's own modules in it
+        if self._batch is not None and self._batch.released and (self._units_past_us or self._batch.recomputes):
+            self.wait_backward()  # a checkpoint runs the user's own modules in it
         splits_calls = bool(self._splits)
         plan = None if splits_calls else self._plan_for(deferred, len(weights))
         batch = Batch(
@@ -219,7 +220,8 @@ class Pipeline(CallOwner):
                 if not deferred and (batch.serial or self.draws_on_the_host()):
                     self.until(batch.wait_all)
         finally:
-            self.interception.remove()
+            if not (deferred and batch.recomputes and self.monitor.failure is None):
+                self.interception.remove()  # or else in `wait_backward`
             if outside is not None:
                 self._restore_random_state(batch, outside)
         if batch.microbatches > 1:
@@ -272,6 +274,7 @@ class Pipeline(CallOwner):
         """Waits for the backward of the last batch."""
         if self._batch is not None:
             self.until(self._batch.wait_all)
+            self.interception.remove()
         self.check()
 
     def take_own_gradients(self) -> None:
@@ -291,6 +294,7 @@ class Pipeline(CallOwner):
         self.monitor.fail(Cancelled())
         for thread in self._threads:
             thread.close()
+        self.interception.remove()
         self._catcher.close()
         self._threads = []
         self._batch = None
@@ -315,10 +319,12 @@ class Pipeline(CallOwner):
         return list(found)
 
     def draws_on_the_host(self) -> bool:
-        """Whether a backward would take the process's generators away from the main thread's own code."""
-        return self._backward_draws or (
-            any(device.shares_host_generator for device in self.devices)
-            and any(layer.draws() or layer.traits.compiles for layer in self.layers)
+        """Whether a backward would take the process's generators, or the user's modules, away from the main thread's
+        own code."""
+        if self._backward_draws or (self._batch is not None and self._batch.recomputes):
+            return True
+        return any(device.shares_host_generator for device in self.devices) and any(
+            layer.draws() or layer.traits.compiles for layer in self.layers
         )
 
     def _restore_random_state(self, batch: Batch, outside: RandomState) -> None:
@@ -498,8 +504,8 @@ class Pipeline(CallOwner):
         kind = signature((args, kwargs))
         split = self._splits.get((id(module), kind))
         mode = microbatch.mode
-        if split is None or torch.is_inference_mode_enabled():
-            return NotImplemented
+        if split is None or torch.is_inference_mode_enabled() or in_checkpoint():
+            return NotImplemented  # a checkpoint's recompute could not see what threads of their own have saved
         assert mode is not None
         leaves, rebuild = flatten((args, kwargs))
         with _without(mode), _naming(module):
@@ -619,9 +625,13 @@ class Pipeline(CallOwner):
         microbatch.where = ""
         microbatch.in_backward = True
         handles = [root.register_hook(lambda _: microbatch.note_graph_task()) for root in roots if root.requires_grad]
+        mode = microbatch.mode
+        assert mode is not None
+        mode.only_if = microbatch.runs_again
         self._take_baton(microbatch)
         try:
-            torch.autograd.backward(roots, seeds)
+            with handling_calls(partial(self._call_again, microbatch)), mode:
+                torch.autograd.backward(roots, seeds)
         finally:
             self._release_baton(microbatch)
             for handle in handles:
@@ -642,22 +652,11 @@ class Pipeline(CallOwner):
                 " whole process, while layers run for several microbatches and again for the backward pass. Leave the"
                 " context out: a parametrization is computed once in each call."
             )
-        batch, store = microbatch.batch, self.store
-        state = layer.attributes()
-        attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
-        arguments = Structure((args, kwargs, attributes))
-        mode = microbatch.mode
+        batch, store, mode = microbatch.batch, self.store, microbatch.mode
         assert mode is not None
-        arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
-        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        grad = grad and (
-            any(parameter.requires_grad for parameter in layer.parameters)
-            or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
-            or bool(layer.traits.foreign)
-        )
-        leaves = store.layer_leaves(layer, batch.version)
-        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
-        call.merge_norm_statistics = batch.microbatches > 1
+        batch.recomputes |= in_checkpoint()
+        call, grad = self._make_call(microbatch, layer, args, kwargs)
+        leaves = call.parameters
         number = len(microbatch.calls)
         microbatch.calls.append(call)
         microbatch.sequence.append(layer.index)
@@ -692,13 +691,7 @@ class Pipeline(CallOwner):
                     self._touched(microbatch, parameter, leaf, True)
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
-        run.built.write_back(escaped.argument_changes)
-        if escaped.held:
-            linked = {id(inner): outer for inner, outer in zip(run.held, escaped.held, strict=True)}
-            for index, name in state.holding:
-                put_for(state.dicts[index][name], linked, set())
-        for index, name, value in escaped.attribute_changes:
-            self.attributes.set(microbatch, layer.modules[index], name, value)
+        self._deliver(microbatch, call, run, escaped)
         for index, hook_args, hook_kwargs, output, moment in escaped.hook_calls:
             before = layer.attributes() if batch.records else None
             held = before.contents() if before is not None else {}
@@ -706,6 +699,61 @@ class Pipeline(CallOwner):
             if before is not None:
                 _check_hooks(layer, index, before, held, {at for at, when in read.items() if when > moment})
         return escaped.output
+
+    def _make_call(
+        self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, bool]:
+        """The call, and whether anything in it may have a gradient."""
+        batch, mode = microbatch.batch, microbatch.mode
+        assert mode is not None
+        state = layer.attributes()
+        attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
+        arguments = Structure((args, kwargs, attributes))
+        arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        grad = grad and (
+            any(parameter.requires_grad for parameter in layer.parameters)
+            or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
+            or bool(layer.traits.foreign)
+        )
+        leaves = self.store.layer_leaves(layer, batch.version)
+        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
+        call.merge_norm_statistics = batch.microbatches > 1
+        return call, grad
+
+    def _call_again(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer call within the backward: a checkpoint around it and code between layers runs its part of the step
+        again, to see what autograd saved of that code. Of the layer itself nothing was saved, so nothing is now."""
+        mode = microbatch.mode
+        assert mode is not None and layer.intercept is not None
+        if not microbatch.runs_again():  # a reentrant checkpoint: its gradients go past us
+            with handling_no_calls():
+                return layer.intercept(*args, **kwargs)
+        if layer.draws() and microbatch.batch.microbatches > 1:
+            raise RuntimeError(
+                f"layer {layer.name!r}: it draws random numbers within a checkpoint of code between layers, whose"
+                " recompute could not draw them again. Checkpoint nothing but whole layers (the pipeline recomputes"
+                " them anyway), or train with RoundPipeStrategy(microbatches=1)."
+            )
+        call, grad = self._make_call(microbatch, layer, args, kwargs)
+        with handling_no_calls(), _without(mode):
+            run = call.run(self.devices[microbatch.device], Mode.DROP if grad else Mode.PLAIN)
+            escaped = call.link(run, self, microbatch.token)
+        self._deliver(microbatch, call, run, escaped)
+        for index, hook_args, hook_kwargs, output, _ in escaped.hook_calls:
+            _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
+        return escaped.output
+
+    def _deliver(self, microbatch: Microbatch, call: Call, run: Run, escaped: Escaped) -> None:
+        """Puts what came out of a call besides its output where the caller would find it."""
+        run.built.write_back(escaped.argument_changes)
+        state = call.state
+        if escaped.held:
+            linked = {id(inner): outer for inner, outer in zip(run.held, escaped.held, strict=True)}
+            for index, name in state.holding:
+                put_for(state.dicts[index][name], linked, set())
+        for index, name, value in escaped.attribute_changes:
+            self.attributes.set(microbatch, call.layer.modules[index], name, value)
 
     def _input_attribute(self, microbatch: Microbatch, tensor: Tensor) -> Tensor:
         """An attribute that the layer may read. What a layer left there in another microbatch has no gradient here."""
@@ -760,7 +808,8 @@ class Pipeline(CallOwner):
                 " optimization."
             )
         self._release_baton(microbatch)
-        with handling_no_calls():
+        assert microbatch.mode is not None
+        with handling_no_calls(), _without(microbatch.mode):
             self.turns.enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
