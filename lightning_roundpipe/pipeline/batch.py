@@ -57,6 +57,8 @@ class Microbatch:
         """The attributes of modules when it took the baton, by the module's id."""
         self.norm_statistics: list[NormStatistics] = []
         self.calls_left: dict[Unit, int] = {}
+        self.units_counted: dict[Call, list[Unit]] = {}
+        """Which units each call counts for: a layer may be found to use more of them by another microbatch."""
         self.units_left: set[Unit] = set()
         self.units_awaited: set[Unit] = set()
         """Units whose optimizer step this microbatch knows to be done."""
@@ -76,6 +78,7 @@ class Microbatch:
     def drop(self) -> None:
         """Lets go of what only the backward needs."""
         self.calls = []
+        self.units_counted = {}
         self.stand_ins = {}
         self.mode = None
 

@@ -375,8 +375,6 @@ class Pipeline(CallOwner):
         sequences = [tuple(run.sequence) for run in batch.runs if run is not None]
         merged = _merged_calls(batch.plan, sequences)
         if batch.records:
-            for layer in self.layers:
-                self.store.add_to_layer(layer, layer.traits.foreign)
             self.store.travel_in_half(self._half_parameters(batch))
             if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
                 self.run_serially("a layer that writes its own state is called several times in a step")
@@ -691,6 +689,7 @@ class Pipeline(CallOwner):
                     self._touched(microbatch, parameter, leaf, True)
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
+            self._note_foreign_parameters(microbatch, call)
         self._deliver(microbatch, call, run, escaped)
         for index, hook_args, hook_kwargs, output, moment in escaped.hook_calls:
             before = layer.attributes() if batch.records else None
@@ -870,6 +869,24 @@ class Pipeline(CallOwner):
                 " train with RoundPipeStrategy(microbatches=1)."
             )
 
+    def _note_foreign_parameters(self, microbatch: Microbatch, call: Call) -> None:
+        """The layer turned out to use parameters of others: from now on it waits for their optimizer steps, too."""
+        layer, foreign = call.layer, call.layer.traits.foreign
+        for parameter in call.reached:
+            if not self.store.owns(parameter) or any(parameter is other for other in foreign):
+                continue
+            self.store.add_to_layer(layer, parameter)
+            foreign.append(parameter)
+            unit = self.store.unit_of(parameter)
+            if unit in microbatch.batch.pending_units and unit not in microbatch.units_awaited:
+                raise RuntimeError(
+                    f"{call.label}: it uses the parameter {self.store.name(parameter)!r} of another module past its"
+                    " arguments, which it did not do in the first batch, so that parameter's optimizer step was not"
+                    " waited for. Pass it as an argument, or step in line with"
+                    " RoundPipeStrategy(background_step=False)."
+                )
+        call.reached = []
+
     def _timed(self, microbatch: Microbatch, costs: list[Costs], call: Call, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         try:
@@ -1043,7 +1060,7 @@ class Pipeline(CallOwner):
         left = microbatch.calls_left
         for call in microbatch.calls:
             call.check_aliases()
-            called = self.store.units_of_layer(call.layer)
+            called = microbatch.units_counted[call] = list(self.store.units_of_layer(call.layer))
             if call.differentiable:
                 for unit in called:
                     left[unit] = left.get(unit, 0) + 1
@@ -1103,7 +1120,7 @@ class Pipeline(CallOwner):
 
     def _count_down(self, microbatch: Microbatch, call: Call) -> None:
         left = microbatch.calls_left
-        for unit in self.store.units_of_layer(call.layer):
+        for unit in microbatch.units_counted[call]:
             if left.get(unit, -1) > 0:
                 left[unit] -= 1
                 if left[unit] == 0:

@@ -139,6 +139,8 @@ class Call:
         self.kept: Run | None = None
         self.differentiable: list[int] = []
         self.leaf_count = 0
+        self.reached: list[nn.Parameter] = []
+        """Parameters that the outputs depend on and that are not the layer's, nor arguments."""
         self.done = False
         self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
@@ -200,7 +202,19 @@ class Call:
         except BaseException:
             layer.give_back(replica)
             raise
-        if mode == Mode.KEEP:
+        # Nothing requires a gradient, but for parameters of others that the layer turns out to use past its arguments.
+        reaches_out = mode == Mode.PLAIN and any(
+            isinstance(leaf, Tensor) and leaf.requires_grad and i not in run.returned
+            for i, leaf in enumerate(run.leaves)
+        )
+        if reaches_out and not torch.is_grad_enabled():
+            layer.give_back(replica)
+            raise RecomputeError(
+                f"{self.label}: gradients are disabled where it is called, and enabled again inside it. Call it with"
+                " gradients enabled, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+            )
+        if mode == Mode.KEEP or reaches_out:
+            self.kept = run
             self._replica = replica
         else:
             layer.give_back(replica)
@@ -216,14 +230,6 @@ class Call:
                 self._found_state_write()
             traits.state_versions = layer.state_versions(self.state) if self.record else None
         self._check_inputs_after_run()
-        if mode == Mode.KEEP:
-            self.kept = run
-        elif mode == Mode.PLAIN and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in run.leaves):
-            raise RecomputeError(
-                f"{self.label}: neither its arguments nor its own parameters require a gradient, but its outputs do: it"
-                " uses parameters of other modules past its arguments. Pass them as arguments, or keep the layer out of"
-                " the pipeline with RoundPipeStrategy(layers=...)."
-            )
         if self.record and mode == Mode.DROP:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
@@ -250,7 +256,10 @@ class Call:
         ]
         new = list(leaves)
         if self.differentiable:
-            inputs = [given[i] for i in self.gradient_inputs]
+            reached, calls, used = graph_leaves([leaves[i] for i in self.differentiable], run.edges)
+            self._find_foreign_parameters(reached, calls)
+            # What the outputs do not depend on gets no gradient at all, as without us, rather than zeros.
+            inputs = [given[i] if n in used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
             outputs = _CallNode.apply(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
@@ -405,14 +414,13 @@ class Call:
         targets: list[Any] = list(run.edges)
         masters: list[Tensor] = []
         if parameters:
-            if self.record:
-                self._find_foreign_parameters(outputs)
             for master, leaf in zip(self.layer.parameters, self.parameters, strict=True):
                 if leaf.requires_grad:
                     masters.append(master)
                     targets.append(leaf)
-            masters += self.layer.traits.foreign
-            targets += self.layer.traits.foreign
+            foreign = [parameter for parameter in self.layer.traits.foreign if parameter.requires_grad]
+            masters += foreign
+            targets += foreign
         if not outputs or not targets:
             return [None] * len(run.edges), []
         with device.running():
@@ -506,20 +514,16 @@ class Call:
         if any(leaf.grad is not None for leaf in self.parameters):
             raise RecomputeError(_escaped(self.label))
 
-    def _find_foreign_parameters(self, outputs: Sequence[Tensor]) -> None:
+    def _find_foreign_parameters(self, leaves: Sequence[Tensor], calls: Sequence[Any]) -> None:
+        """Parameters of others that the layer reaches by itself show in its graph."""
         known = {id(leaf) for leaf in self.parameters}
-        leaves, calls = _graph_leaves(outputs)
         if calls or any(getattr(leaf, "is_stand_in", False) for leaf in leaves):
             raise RecomputeError(
                 f"{self.label}: the layer uses a tensor made outside it that is none of its arguments, so that tensor's"
                 " gradient would be lost. Pass it as an argument, or keep the layer out of the pipeline with"
                 " RoundPipeStrategy(layers=...)."
             )
-        traits = self.layer.traits
-        for tensor in leaves:
-            new = isinstance(tensor, nn.Parameter) and id(tensor) not in known
-            if new and all(tensor is not other for other in traits.foreign):
-                traits.foreign.append(tensor)
+        self.reached = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
 
     # -- both ------------------------------------------------------------------------------------------------------
 
@@ -556,7 +560,7 @@ class Call:
                 ]
             if mode == Mode.DROP:
                 stack.enter_context(_saving_nothing(self.label))
-            elif mode == Mode.KEEP and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            elif torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
                 # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             if not first:
@@ -734,20 +738,29 @@ class AutocastState:
         self._contexts.pop().close()
 
 
-def _graph_leaves(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """The leaf tensors that the outputs' graph accumulates gradients into, and the nodes of other calls in it."""
-    leaves, calls, seen = [], [], set()
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+def graph_leaves(
+    outputs: Sequence[Tensor], entry: Sequence[GradientEdge] = (), *, through_calls: bool = False
+) -> tuple[list[Tensor], list[Any], set[int]]:
+    """What the outputs' graph leads to: the leaf tensors that it accumulates gradients into, the nodes of calls, and
+    which of the entry's outputs, by number, where it ends.
+    """
+    start = entry[0].node if entry else None
+    leaves, calls, used, seen = [], [], set(), set()
+    stack = [(output.grad_fn, output.output_nr) for output in outputs]
     while stack:
-        node = stack.pop()
-        if node in seen:
+        node, number = stack.pop()
+        if node is start:
+            used.add(number)
+            continue
+        if node is None or node in seen:
             continue
         seen.add(node)
         if node.name() == "_CallNodeBackward":
             calls.append(node)
-            continue
+            if not through_calls:
+                continue
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.append(variable)
-        stack += [child for child, _ in node.next_functions if child is not None]
-    return leaves, calls
+        stack += node.next_functions
+    return leaves, calls, used
