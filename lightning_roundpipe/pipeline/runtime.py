@@ -374,6 +374,8 @@ class Pipeline(CallOwner):
         """Plans the next batch by the calls that this one made, and by measured costs."""
         sequences = [tuple(run.sequence) for run in batch.runs if run is not None]
         merged = _merged_calls(batch.plan, sequences)
+        for layer in self.layers:
+            layer.traits.known |= layer.traits.dropped
         if batch.records:
             self.store.travel_in_half(self._half_parameters(batch))
             if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
@@ -672,6 +674,7 @@ class Pipeline(CallOwner):
             elif (
                 microbatch.ticket is not None
                 and microbatch.ticket[1].kind == "FB"
+                and not call.is_new
                 and not layer.traits.changed_inputs  # what is changed in place must not be part of a kept graph
             ):
                 run_mode = Mode.KEEP
@@ -706,7 +709,7 @@ class Pipeline(CallOwner):
         batch, mode = microbatch.batch, microbatch.mode
         assert mode is not None
         state = layer.attributes()
-        attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
+        attributes = [state.dicts[i][key] for i, key in state.inputs]
         arguments = Structure((args, kwargs, attributes))
         arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
@@ -754,11 +757,6 @@ class Pipeline(CallOwner):
         for index, name, value in escaped.attribute_changes:
             self.attributes.set(microbatch, call.layer.modules[index], name, value)
 
-    def _input_attribute(self, microbatch: Microbatch, tensor: Tensor) -> Tensor:
-        """An attribute that the layer may read. What a layer left there in another microbatch has no gradient here."""
-        left_by = getattr(tensor, "left_by", microbatch.label)
-        return tensor if left_by == microbatch.label else tensor.detach()
-
     def _run_call(self, microbatch: Microbatch, call: Call, device: Device, mode: str, number: int) -> Run:
         """Runs the layer for the first time; with random numbers of its own where it draws some."""
         batch, traits = microbatch.batch, call.layer.traits
@@ -805,6 +803,13 @@ class Pipeline(CallOwner):
                 " (torch.autograd.grad or backward), before the step's own backward. That is not supported through"
                 " layers of the pipeline. Keep the layer out of it with RoundPipeStrategy(layers=...), or use manual"
                 " optimization."
+            )
+        if call not in microbatch.units_counted:
+            if all(gradient is None for gradient in gradients):  # autograd passes through, but nothing depends on it
+                return [None] * len(call.gradient_inputs)
+            raise RuntimeError(
+                f"{call.label}: the loss of a microbatch reaches into an earlier batch or another microbatch, through a"
+                " tensor with a gradient that came out of this layer there: keep such tensors detached."
             )
         self._release_baton(microbatch)
         assert microbatch.mode is not None

@@ -109,7 +109,7 @@ class Call:
         arguments: The arguments, taken apart. Their leaves are dropped once saved.
         state: The layer's attributes before the call.
         parameters: The tensors to compute with.
-        record: Warm-up: keep copies of everything and find out the layer's traits.
+        record: Warm-up: find out the layer's traits.
     """
 
     def __init__(
@@ -128,6 +128,8 @@ class Call:
         self.state = state
         self.parameters = parameters
         self.record = record
+        self.is_new = record or not layer.traits.known
+        """Whether the layer has not shown yet what it changes, so that copies are made of everything."""
         self.autocast = AutocastState()
         self.context = contextvars.copy_context()
         self.seed: int | None = None
@@ -175,10 +177,10 @@ class Call:
                 traits.writes_state |= traits.state_versions not in (None, layer.state_versions(self.state))
             # Statistics that are read here may be updated by another call of the same BatchNorm before the recompute.
             read_later = self.merge_norm_statistics and bool(reading)
-            if mode == Mode.DROP and (self.record or traits.writes_state or read_later):
-                changed_attributes = self.state.holding if self.record else traits.changed_attributes
+            if mode == Mode.DROP and (self.is_new or traits.writes_state or read_later):
+                changed_attributes = self.state.holding if self.is_new else traits.changed_attributes
                 self._buffers, self._copies = layer.copy_buffers(), self.state.copies(changed_attributes)
-            held = self.state.contents() if self.record else {}
+            held = self.state.contents() if self.is_new else {}
         hooks = layer.inner_pre_hooks() if self.record else []
         kept_by_hooks = [contents_of_function(hook) for _, hook in hooks]
         self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
@@ -226,18 +228,20 @@ class Call:
             self._state_versions = layer.state_versions(self.state, self._norms_aside)
             self._note_changed_attributes(held)
             changed = versions != self._state_versions or sizes != self.state.sizes() or bool(traits.changed_attributes)
-            if changed and not traits.writes_state and (mode == Mode.DROP or self.record):
-                self._found_state_write()
+            if changed and not traits.writes_state:
+                self._found_state_write(mode)
             traits.state_versions = layer.state_versions(self.state) if self.record else None
         self._check_inputs_after_run()
-        if self.record and mode == Mode.DROP:
+        if mode == Mode.DROP:
+            traits.dropped = True
+        if self.is_new and mode == Mode.DROP:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
         return run
 
     def _note_changed_attributes(self, before: dict[tuple[int, str], list[Any]]) -> None:
-        """First batch: finds the lists, dicts and objects in which the call has changed something."""
-        if not self.record:
+        """Finds the lists, dicts and objects in which the call of a new layer has changed something."""
+        if not self.is_new:
             return
         traits, now = self.layer.traits, self.state.contents()
         found = {at for at, contents_before in before.items() if not same(now[at], contents_before)}
@@ -335,30 +339,30 @@ class Call:
             if not isinstance(leaf, Tensor):
                 self._saved.append(leaf)
                 continue
-            copy = self.record or i in self.layer.traits.changed_inputs
+            copy = self.is_new or i in self.layer.traits.changed_inputs
             self._saved.append(device.keep_input(leaf.detach(), copy=copy))
-            if not leaf.is_inference() and (self.record or not copy):
+            if not leaf.is_inference() and (self.is_new or not copy):
                 self._versions.append((i, leaf.detach(), leaf._version))
 
     def _check_inputs_after_run(self) -> None:
         for i, tensor, version in self._versions:
             if tensor._version != version:
                 self._found_input_change(i, "the layer changes its argument in place")
-        if self.record:
+        if self.is_new:
             self._versions = [entry for entry in self._versions if entry[1]._version == entry[2]]
 
     def _found_input_change(self, index: int, what: str) -> None:
         self.layer.traits.changed_inputs.add(index)
-        if not self.record:
+        if not self.is_new:
             raise RecomputeError(
                 f"{self.label}: {what}, which it did not do in the first batch, so there was no copy for the"
                 " recompute. The next fit takes one if the first batch shows it; or keep the layer out of the pipeline"
                 " with RoundPipeStrategy(layers=...)."
             )
 
-    def _found_state_write(self) -> None:
+    def _found_state_write(self, mode: str) -> None:
         self.layer.traits.writes_state = True
-        if not self.record:
+        if mode == Mode.DROP and self._buffers is None:
             raise RecomputeError(
                 f"{self.label}: buffers or attributes of the layer are written, which they were not in the first batch,"
                 " so there is no copy for the recompute. Let them be written from the first batch on, or keep the layer"
@@ -386,9 +390,9 @@ class Call:
         """
         if self.done:
             raise RuntimeError(
-                f"{self.label}: its backward runs a second time. A tensor with a gradient that came out of an earlier"
-                " batch or microbatch is used in this one, or the loss of a microbatch reaches into another's: keep"
-                " such tensors detached."
+                f"{self.label}: its backward runs a second time, as with retain_graph=True. That is not supported"
+                " through layers of the pipeline: add up the losses instead, or keep the layer out of it with"
+                " RoundPipeStrategy(layers=...)."
             )
         if all(gradient is None for gradient in gradients):
             return [None] * len(self.gradient_inputs), []
@@ -454,8 +458,8 @@ class Call:
             buffers = [dict(items) for items in layer.buffers()]
             self._copies = self.state.container_copies()
             if not unchanged:
-                self._found_state_write()
-        elif self.record and not unchanged:
+                self._found_state_write(Mode.DROP)
+        elif self.is_new and not unchanged:
             layer.traits.writes_state = True
         if self._half is not None:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
@@ -574,7 +578,7 @@ class Call:
                 merge_norm_statistics=self.merge_norm_statistics,
                 copies={} if first else self._copies,
                 code=self.compiled,
-                holding=self.state.holding if self.record else self.layer.traits.gradient_attributes,
+                holding=self.state.holding if self.is_new else self.layer.traits.gradient_attributes,
             )
             _thread.runs_again = not first
             try:
