@@ -383,7 +383,7 @@ class DrawsLate(Block):
 @refused(
     "Layers that begin to draw random numbers after the first batch",
     "A layer drew random numbers on the CPU that it did not draw in the first batch",
-    "Let it draw from the first batch on",
+    "let it draw from the first batch on",
     late=True,
 )
 class LayersDrawLate(From):

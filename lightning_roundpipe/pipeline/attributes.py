@@ -198,7 +198,7 @@ class ModuleAttributes:
         }
         for number, module in self._modules.items():
             values = module.__dict__
-            for name, value in (*values.items(), *values["_buffers"].items()):
+            for name, value in (*values.items(), *values.get("_buffers", {}).items()):  # a script has none
                 if name not in OF_ALL_MODULES and may_hold(value):
                     found[number, name] = value, contents(value)
         return found
