@@ -120,7 +120,7 @@ class Result:
 REFUSED = (
     "microbatches (come|call) .* in another order than one after the other, which they did not in the first batch",
     "it cannot be the value one step behind",
-    "so (its|that parameter's) last optimizer step may not have been done",
+    "so (its|that parameter's) optimizer step was not waited for",
 )
 """What only later batches show can come too late to be right. Then it must be said."""
 

@@ -158,6 +158,8 @@ class Batch:
         """Parameters, by id, that the code between layers used."""
         self.moved: set[tuple[int, int, str, int]] = set()
         """Layers' parameters and gradients that have travelled; see :mod:`traffic`."""
+        self._callers: dict[int, tuple[int, int]] = {}
+        """The last microbatch that has called a layer, and how many do at the moment."""
         self._forwards_left = self.microbatches
         self._threads_left = self.microbatches
         self._changed = monitor.condition()
@@ -175,6 +177,19 @@ class Batch:
     def seeds(self, index: int, roots: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of these tensors."""
         return [torch.full_like(root, self.weights[index] * self.scale()) for root in roots]
+
+    def enter_layer(self, layer: int, microbatch: int) -> bool:
+        """Notes that a layer is called. Returns whether no other microbatch is in a call of it, and no later one has
+        made one: the order that a state needs."""
+        with self._monitor.lock:
+            last, running = self._callers.get(layer, (0, 0))
+            self._callers[layer] = max(last, microbatch), running + 1
+            return last <= microbatch and not running
+
+    def leave_layer(self, layer: int) -> None:
+        with self._monitor.lock:
+            last, running = self._callers[layer]
+            self._callers[layer] = last, running - 1
 
     def wait_forward(self) -> None:
         """Waits until every loss is known."""

@@ -38,7 +38,7 @@ from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
-from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run
+from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run, graph_leaves
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
@@ -378,8 +378,8 @@ class Pipeline(CallOwner):
             layer.traits.known |= layer.traits.dropped
         if batch.records:
             self.store.travel_in_half(self._half_parameters(batch))
-            if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
-                self.run_serially("a layer that writes its own state is called several times in a step")
+        if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
+            self.run_serially("a layer that writes its own state is called several times in a step")
         if batch.splits_calls:
             pass  # each call has a plan of its own
         elif batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
@@ -484,7 +484,7 @@ class Pipeline(CallOwner):
         if batch.records and batch.microbatches > 1:
             self.attributes.end_step(microbatch)
         roots = batch.take(microbatch.index, result)
-        self._count_calls(microbatch)
+        self._count_calls(microbatch, roots)
         return roots
 
     def _end_microbatch(self, microbatch: Microbatch) -> None:
@@ -681,7 +681,16 @@ class Pipeline(CallOwner):
             else:
                 run_mode = Mode.DROP
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
+            in_turn = batch.enter_layer(layer.index, microbatch.index)
             run = self._run_call(microbatch, call, device, run_mode, number)
+            batch.leave_layer(layer.index)
+            if layer.traits.writes_state and not in_turn and not batch.serial:
+                raise RuntimeError(
+                    f"{call.label}: it keeps a state (buffers or attributes that its forward writes), and microbatches"
+                    " call it in another order than one after the other, which they did not in the first batch. So the"
+                    " state would not be that of a plain run. Train with RoundPipeStrategy(microbatches=1), or keep"
+                    " the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+                )
             read, microbatch.accesses.last_read = microbatch.accesses.last_read, {}
             place = self.baton.request()
             self.turns.leave_forward(microbatch, call)
@@ -1056,9 +1065,12 @@ class Pipeline(CallOwner):
                 " training_step, or train with RoundPipeStrategy(microbatches=1)."
             )
 
-    def _count_calls(self, microbatch: Microbatch) -> None:
+    def _count_calls(self, microbatch: Microbatch, roots: Sequence[Tensor]) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
+        for leaf in graph_leaves(roots, through_calls=True)[0]:
+            if self.store.owns(leaf):
+                self._note_use_past_us(microbatch, leaf)
         microbatch.units_left = set(units)
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
         late |= self._units_past_us
@@ -1087,12 +1099,28 @@ class Pipeline(CallOwner):
                 return False
             self._own.append((parameter, gradient))
             return True
-        batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
         if not microbatch.in_backward:
             raise RuntimeError(
-                f"The gradient of the parameter {name!r} is computed by a backward within training_step, before the"
-                " step's own. Return one loss, or use manual optimization."
+                f"The gradient of the parameter {self.store.name(parameter)!r} is computed by a backward within"
+                " training_step, before the step's own. Return one loss, or use manual optimization."
             )
+        self._note_use_past_us(microbatch, parameter)
+        if id(parameter) in microbatch.frozen:
+            return True
+        gradients = microbatch.batch.gradients
+        if microbatch.in_graph_task() and not parameter._backward_hooks:
+            gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
+        else:
+            gradients.deposit(microbatch.index, parameter, gradient, alone=not microbatch.in_graph_task())
+        return True
+
+    def _note_use_past_us(self, microbatch: Microbatch, parameter: nn.Parameter) -> None:
+        """Autograd will reach, or has reached, the parameter itself, and not what stands for it.
+
+        Raises:
+            RuntimeError: When its value may not have been the right one, or its gradient comes too late.
+        """
+        batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
         how = (
             "in a way that hides it from the pipeline (a custom autograd function, a reentrant checkpoint or a script)"
         )
@@ -1115,13 +1143,6 @@ class Pipeline(CallOwner):
             self._units_outside[unit] = None
             if any(layer.traits.writes_state or layer.norms(training=True) for layer in self.layers):
                 self.run_serially("a reentrant checkpoint may run a layer again that writes its own state")
-        if id(parameter) in microbatch.frozen:
-            return True
-        if microbatch.in_graph_task() and not parameter._backward_hooks:
-            batch.gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
-        else:
-            batch.gradients.deposit(microbatch.index, parameter, gradient, alone=not microbatch.in_graph_task())
-        return True
 
     def _count_down(self, microbatch: Microbatch, call: Call) -> None:
         left = microbatch.calls_left

@@ -164,7 +164,9 @@ class Call:
         """Runs the layer for the first time and keeps what :meth:`backward` needs."""
         layer, traits = self.layer, self.layer.traits
         leaves = self.arguments.leaves
-        if mode != Mode.PLAIN:
+        if mode == Mode.PLAIN:
+            self.is_new = self.record  # nothing will be run again
+        else:
             self.gradient_inputs = [
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
