@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.replica import Layer, same_items

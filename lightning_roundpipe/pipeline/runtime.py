@@ -1069,7 +1069,7 @@ class Pipeline(CallOwner):
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
         for leaf in graph_leaves(roots, through_calls=True)[0]:
-            if self.store.owns(leaf):
+            if isinstance(leaf, nn.Parameter) and self.store.owns(leaf):
                 self._note_use_past_us(microbatch, leaf)
         microbatch.units_left = set(units)
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Built, Structure
@@ -207,11 +207,9 @@ class Call:
             layer.give_back(replica)
             raise
         # Nothing requires a gradient, but for parameters of others that the layer turns out to use past its arguments.
-        reaches_out = mode == Mode.PLAIN and any(
-            isinstance(leaf, Tensor) and leaf.requires_grad and i not in run.returned
-            for i, leaf in enumerate(run.leaves)
-        )
-        if reaches_out and not torch.is_grad_enabled():
+        linked = [leaf for i, leaf in enumerate(run.leaves) if i not in run.returned and _has_graph(leaf)]
+        reaches_out = mode == Mode.PLAIN and bool(linked)
+        if reaches_out and not torch.is_grad_enabled() and any(leaf.grad_fn is not None for leaf in linked):
             layer.give_back(replica)
             raise RecomputeError(
                 f"{self.label}: gradients are disabled where it is called, and enabled again inside it. Call it with"
@@ -257,9 +255,7 @@ class Call:
         """Makes the outputs of a run part of the caller's autograd graph."""
         leaves, given = run.leaves, self.arguments.leaves
         unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
-        self.differentiable = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad and i not in unchanged
-        ]
+        self.differentiable = [i for i, leaf in enumerate(leaves) if i not in unchanged and _has_graph(leaf)]
         new = list(leaves)
         if self.differentiable:
             reached, calls, used = graph_leaves([leaves[i] for i in self.differentiable], run.edges)
@@ -672,6 +668,15 @@ class _EnterCall(torch.autograd.Function):
         raise RuntimeError(_escaped(ctx.label))
 
 
+def _has_graph(value: Any) -> bool:
+    """Whether a value leads to anything: a view made without gradients may require one all the same."""
+    return (
+        isinstance(value, Tensor)
+        and value.requires_grad
+        and (value.grad_fn is not None or isinstance(value, nn.Parameter))
+    )
+
+
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -751,8 +756,12 @@ def graph_leaves(
     which of the entry's outputs, by number, where it ends.
     """
     start = entry[0].node if entry else None
-    leaves, calls, used, seen = [], [], set(), set()
-    stack = [(output.grad_fn, output.output_nr) for output in outputs]
+    leaves: list[Tensor] = []
+    calls: list[Any] = []
+    used: set[int] = set()
+    seen: set[Node] = set()
+    leaves += [output for output in outputs if output.grad_fn is None]
+    stack: list[tuple[Node | None, int]] = [(output.grad_fn, output.output_nr) for output in outputs]
     while stack:
         node, number = stack.pop()
         if node is start:
