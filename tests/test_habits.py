@@ -898,7 +898,7 @@ REFUSED = {
     ViewsChangedLater: r"share memory with one another .* changed in place after the call.*tensor\.clone\(\)",
     ViewOfAnArgumentChangedLater: r"share memory .* with its arguments .* changed in place after the call",
     ArgumentWithAView: r"changes an argument in place that shares memory with another one.* Pass a copy",
-    QueueThatChanges: "did not return the same: the values differ.* depend on its arguments only",
+    QueueThatChanges: "uses a tensor made outside it that is none of its arguments.* Pass it as an argument",
     InnerHookReplacesOutputs: "hook on Linear inside it replaces or changes the module's output.* on the layer itself",
     InnerHookChangesOutputs: "hook on Linear inside it replaces or changes the module's output.* on the layer itself",
     GradientInTheStep: "gradients .* are asked for within training_step.* Keep the layer out of it",

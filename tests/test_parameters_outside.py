@@ -265,6 +265,8 @@ class CustomFunctionLater(Outside):
 
 @pytest.mark.parametrize(("m", "devices"), [(1, 1), (2, 2), (4, 3)])
 def test_first_used_so_in_a_later_batch(m: int, devices: int) -> None:
+    in_line = {"background_step": False}
+    assert_equal(trained(CustomFunctionLater, m, devices, **in_line), expected(CustomFunctionLater, m))
     with pytest.raises(RuntimeError, match=r"'net\.2\.0\.bias' is used.*not in the first batch.*Use it so from"):
         trained(CustomFunctionLater, m, devices)
 

@@ -154,6 +154,8 @@ class Batch:
         """Attributes that microbatches have set, as they were before the batch."""
         self.pending_units: set[Unit] = set()
         """Units whose optimizer step was not done when the batch began."""
+        self.settled = False
+        """Whether no optimizer step can have been pending when the batch began."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
         self.moved: set[tuple[int, int, str, int]] = set()

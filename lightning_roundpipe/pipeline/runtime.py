@@ -196,6 +196,7 @@ class Pipeline(CallOwner):
             splits_calls=splits_calls,
         )
         self._has_seen_several |= batch.microbatches > 1
+        batch.settled = values_changed or self.store.enqueued == 0
         batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self.batches += 1
         self.step += 1
@@ -529,6 +530,7 @@ class Pipeline(CallOwner):
         self._release_baton(microbatch)
         outside = RandomState.capture()
         self._left_random_state = None
+        fan_out.settled, fan_out.pending_units = microbatch.batch.settled, microbatch.batch.pending_units
         self.attributes.begin_batch(fan_out)
         self.turnstiles.extend(forward)
         for index, thread in enumerate(self._threads[1 : 1 + fan_out.microbatches]):
@@ -540,6 +542,7 @@ class Pipeline(CallOwner):
             self._restore_random_state(fan_out, outside)
             self._left_random_state = None
         self.attributes.end_batch(fan_out)
+        microbatch.batch.recomputes |= fan_out.recomputes
         commit_norm_statistics([run.norm_statistics for run in fan_out.runs if run is not None])
         self._take_baton(microbatch)
 
@@ -740,7 +743,16 @@ class Pipeline(CallOwner):
         if not microbatch.runs_again():  # a reentrant checkpoint: its gradients go past us
             with handling_no_calls():
                 return layer.intercept(*args, **kwargs)
-        if layer.draws() and microbatch.batch.microbatches > 1:
+        several = microbatch.batch.microbatches > 1
+        if several and layer.traits.writes_state:
+            self.run_serially("a checkpoint runs a layer again that writes its own state")
+            if not microbatch.batch.serial or microbatch.batch.deferred:
+                raise RuntimeError(
+                    f"layer {layer.name!r}: it writes its own state (buffers or attributes) and a checkpoint runs it"
+                    " again in the backward, when the state is not that of a plain run. Checkpoint nothing but whole"
+                    " layers (the pipeline recomputes them anyway), or train with RoundPipeStrategy(microbatches=1)."
+                )
+        if several and layer.draws():
             raise RuntimeError(
                 f"layer {layer.name!r}: it draws random numbers within a checkpoint of code between layers, whose"
                 " recompute could not draw them again. Checkpoint nothing but whole layers (the pipeline recomputes"
@@ -892,7 +904,7 @@ class Pipeline(CallOwner):
             self.store.add_to_layer(layer, parameter)
             foreign.append(parameter)
             unit = self.store.unit_of(parameter)
-            if unit in microbatch.batch.pending_units and unit not in microbatch.units_awaited:
+            if not microbatch.batch.settled and unit not in microbatch.units_awaited:
                 raise RuntimeError(
                     f"{call.label}: it uses the parameter {self.store.name(parameter)!r} of another module past its"
                     " arguments, which it did not do in the first batch, so that parameter's optimizer step was not"
@@ -1130,9 +1142,12 @@ class Pipeline(CallOwner):
                 " strategy='roundpipe' (staleness 0)."
             )
         if unit not in self._units_past_us:
-            known_in_time = not batch.gradients.has_finished(microbatch.index, unit) and (
-                unit not in batch.pending_units or unit in microbatch.units_awaited
-            )
+            if microbatch.in_backward:
+                known_in_time = not batch.gradients.has_finished(microbatch.index, unit) and (
+                    unit not in batch.pending_units or unit in microbatch.units_awaited
+                )
+            else:  # it may have been waited for only after the use
+                known_in_time = batch.settled
             if not (batch.records or known_in_time):
                 raise RuntimeError(
                     f"The parameter {name!r} is used {how}, which it was not in the first batch, so its optimizer step"
