@@ -289,6 +289,28 @@ class CheckpointAroundLayers(Habit):
 
 
 @case
+class CheckpointAroundLayersAndCode(Weighted):
+    """Its recompute finds what autograd saves of the code, and nothing of the layers."""
+
+    def output(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = checkpoint(lambda x, layer=layer: torch.sin(layer(torch.sin(x)) * self.weight), x, use_reentrant=False)
+        return x
+
+
+@case
+class CheckpointsInOneAnother(Weighted):
+    def output(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return torch.sin(self.net[1](torch.sin(x)) * self.weight)
+
+        def outer(x: Tensor) -> Tensor:
+            return torch.tanh(checkpoint(inner, self.net[0](x) * self.weight, use_reentrant=False))
+
+        return self.net[2](checkpoint(outer, x, use_reentrant=False))
+
+
+@case
 class FunctionOfActivations(Weighted):
     """A custom autograd function; the parameter enters it as part of an expression."""
 
@@ -893,12 +915,45 @@ class GradientPenalty(GradientInTheStep):
     create_graph = True
 
 
+class RandomLayersInACheckpoint(Habit):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(linear(), nn.Dropout(0.5)))
+
+    def output(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: torch.sin(self.net(torch.sin(x))), x, use_reentrant=False)
+
+
+class Borrows(nn.Module):
+    """Uses another layer's weight, though no argument says so, and first in the third batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+        self.others: list[nn.Linear] = []
+
+    def forward(self, x: Tensor, borrows: bool) -> Tensor:
+        x = torch.tanh(self.linear(x))
+        return F.linear(x, self.others[0].weight) if borrows else x
+
+
+class BorrowsLater(Habit):
+    def __init__(self) -> None:
+        super().__init__(Borrows)
+        self.net[0].others.append(self.net[2].linear)
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        for number, layer in enumerate(self.net):
+            x = layer(x, self.trainer.global_step > 1 and number == 0)
+        return F.mse_loss(x, y)
+
+
 REFUSED = {
     ClosureOverATensor: "uses a tensor made outside it that is none of its arguments.* Pass it as an argument",
     ViewsChangedLater: r"share memory with one another .* changed in place after the call.*tensor\.clone\(\)",
     ViewOfAnArgumentChangedLater: r"share memory .* with its arguments .* changed in place after the call",
     ArgumentWithAView: r"changes an argument in place that shares memory with another one.* Pass a copy",
-    QueueThatChanges: "did not return the same: the values differ.* depend on its arguments only",
+    QueueThatChanges: "uses a tensor made outside it that is none of its arguments.* Pass it as an argument",
     InnerHookReplacesOutputs: "hook on Linear inside it replaces or changes the module's output.* on the layer itself",
     InnerHookChangesOutputs: "hook on Linear inside it replaces or changes the module's output.* on the layer itself",
     GradientInTheStep: "gradients .* are asked for within training_step.* Keep the layer out of it",
@@ -911,6 +966,20 @@ REFUSED = {
 def test_refused(kind: type[Habit], m: int, devices: int) -> None:
     with pytest.raises(RuntimeError, match=f"layer .*{REFUSED[kind]}"):
         trained(kind, m, devices)
+
+
+def test_random_layers_in_a_checkpoint_with_code_are_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"layer 'net\.\d': it draws .* nothing but whole layers"):
+        trained(RandomLayersInACheckpoint, 2, 2)
+
+
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+def test_a_layer_borrows_a_parameter_later(m: int, devices: int) -> None:
+    assert_equal(trained(BorrowsLater, m, devices, background_step=False), expected(BorrowsLater, m))
+    with pytest.raises(
+        RuntimeError, match=r"layer 'net\.0': it uses the parameter 'net\.2\.linear\.weight' of another"
+    ):
+        trained(BorrowsLater, m, devices)
 
 
 class ChangedAfterTheLayer(Habit):

@@ -178,6 +178,47 @@ class ReentrantAndNot(Outside):
         return self.net[2](self.net[1](x) * self.weight)
 
 
+class Nested(Outside):
+    """A checkpoint within another around layers and code, of which at least one is reentrant."""
+
+    inner_reentrant = outer_reentrant = True
+
+    def output(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            return torch.sin(self.net[1](torch.sin(x)) * self.weight)
+
+        def outer(x: Tensor) -> Tensor:
+            made = checkpoint(inner, self.net[0](x) * self.weight, use_reentrant=self.inner_reentrant)
+            return torch.tanh(made)
+
+        return self.net[2](checkpoint(outer, self.net[2](x), use_reentrant=self.outer_reentrant))
+
+
+past_us(Nested)
+
+
+@past_us
+class ReentrantWithinAnother(Nested):
+    outer_reentrant = False
+
+
+@past_us
+class AnotherWithinReentrant(Nested):
+    inner_reentrant = False
+
+
+@past_us
+class ReentrantAndSavedElsewhere(Outside):
+    """Hooks on saved tensors within a reentrant checkpoint."""
+
+    def output(self, x: Tensor) -> Tensor:
+        def inner(x: Tensor) -> Tensor:
+            with torch.autograd.graph.save_on_cpu():
+                return torch.sin(self.net[1](torch.sin(x)) * self.weight)
+
+        return self.net[2](checkpoint(inner, self.net[0](x), use_reentrant=True))
+
+
 class Unfreezes(Outside):
     """Frozen when a batch begins; whether it is when the step ends decides about its gradient."""
 
@@ -265,6 +306,8 @@ class CustomFunctionLater(Outside):
 
 @pytest.mark.parametrize(("m", "devices"), [(1, 1), (2, 2), (4, 3)])
 def test_first_used_so_in_a_later_batch(m: int, devices: int) -> None:
+    in_line = {"background_step": False}
+    assert_equal(trained(CustomFunctionLater, m, devices, **in_line), expected(CustomFunctionLater, m))
     with pytest.raises(RuntimeError, match=r"'net\.2\.0\.bias' is used.*not in the first batch.*Use it so from"):
         trained(CustomFunctionLater, m, devices)
 

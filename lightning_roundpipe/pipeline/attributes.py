@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.replica import Layer, same_items
@@ -144,8 +144,6 @@ class ModuleAttributes:
         key = id(module), name
         before = module.__dict__.get(name, _MISSING)
         module.__dict__[name] = value
-        if isinstance(value, Tensor) and value.grad_fn is not None:
-            value.left_by = microbatch.label  # type: ignore[attr-defined]
         if microbatch.batch.microbatches > 1:
             self._note_change(microbatch, key, before, microbatch.stretch - 1)  # where the layer ran
             if id(module) in microbatch.seen:  # the code between layers has not done it

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.pipeline.interception import OutsideParameters
+from lightning_roundpipe.pipeline.interception import OutsideParameters, in_checkpoint
 from lightning_roundpipe.pipeline.occupancy import Occupancy
 from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.replica import NormStatistics
@@ -60,6 +60,8 @@ class Microbatch:
         self.found: list[tuple[Call, list[tuple[Tensor, Tensor]]]] = []
         """Gradients that wait for those of W actions, so that all are added in order."""
         self.calls_left: dict[Unit, int] = {}
+        self.units_counted: dict[Call, list[Unit]] = {}
+        """Which units each call counts for: a layer may be found to use more of them by another microbatch."""
         self.units_left: set[Unit] = set()
         self.units_awaited: set[Unit] = set()
         """Units whose optimizer step this microbatch knows to be done."""
@@ -79,6 +81,7 @@ class Microbatch:
     def drop(self) -> None:
         """Lets go of what only the backward needs."""
         self.calls = []
+        self.units_counted = {}
         self.stand_ins = {}
         self.mode = None
 
@@ -94,6 +97,12 @@ class Microbatch:
     def in_graph_task(self) -> bool:
         """Whether autograd is in the loss's own graph, and not in one within it (a reentrant checkpoint's)."""
         return torch._C._current_graph_task_id() == self._graph_task
+
+    def runs_again(self) -> bool:
+        """Within the backward: whether a checkpoint runs its part of the step again, to see what autograd saved of it.
+        Not a reentrant one, which runs it to differentiate that by itself."""
+        node = torch._C._current_autograd_node()
+        return in_checkpoint() and self.in_graph_task() and node.name() != "CheckpointFunctionBackward"
 
     @property
     def label(self) -> str:
@@ -136,6 +145,8 @@ class Batch:
         self.first = 0
         """Number of the first microbatch."""
         self.released = not deferred
+        self.recomputes = False
+        """Whether layers are called within a checkpoint, and so may be called again in its backward."""
         self.losses: list[Tensor | None] = [None] * self.microbatches
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.places: dict[tuple[int, int], tuple[int, Kind]] = {}
@@ -152,10 +163,14 @@ class Batch:
         """Attributes that microbatches have set, as they were before the batch."""
         self.pending_units: set[Unit] = set()
         """Units whose optimizer step was not done when the batch began."""
+        self.settled = False
+        """Whether no optimizer step can have been pending when the batch began."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
         self.moved: set[tuple[int, int, str, int]] = set()
         """Layers' parameters and gradients that have travelled; see :mod:`traffic`."""
+        self._callers: dict[int, tuple[int, int]] = {}
+        """The last microbatch that has called a layer, and how many do at the moment."""
         self._forwards_left = self.microbatches
         self._threads_left = self.microbatches
         self._changed = monitor.condition()
@@ -173,6 +188,19 @@ class Batch:
     def seeds(self, index: int, roots: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of these tensors."""
         return [torch.full_like(root, self.weights[index] * self.scale()) for root in roots]
+
+    def enter_layer(self, layer: int, microbatch: int) -> bool:
+        """Notes that a layer is called. Returns whether no other microbatch is in a call of it, and no later one has
+        made one: the order that a state needs."""
+        with self._monitor.lock:
+            last, running = self._callers.get(layer, (0, 0))
+            self._callers[layer] = max(last, microbatch), running + 1
+            return last <= microbatch and not running
+
+    def leave_layer(self, layer: int) -> None:
+        with self._monitor.lock:
+            last, running = self._callers[layer]
+            self._callers[layer] = last, running - 1
 
     def wait_forward(self) -> None:
         """Waits until every loss is known."""

@@ -65,6 +65,12 @@ def splitting_calls(handler: SplitHandler) -> Iterator[None]:
         _current.splitter = None
 
 
+def in_checkpoint() -> bool:
+    """Whether hooks on saved tensors are in force: a (non-reentrant) checkpoint runs its part of the step, or, within
+    the backward, runs it again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 class Interception:
     """Puts our ``forward`` on the layers, and takes it off again."""
 
@@ -252,6 +258,8 @@ class OutsideParameters(TorchFunctionMode):
         self._touched = touched
         self._flagged = flagged
         self._paused = False
+        self.only_if: Callable[[], bool] | None = None
+        """When to replace at all, if not always: in the backward, only in what a checkpoint runs again."""
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -266,7 +274,7 @@ class OutsideParameters(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._paused:
+        if self._paused or (self.only_if is not None and not self.only_if()):
             return func(*args, **kwargs)
         involved = any_parameter(args, self._owns) or any_parameter(kwargs.values(), self._owns)
         if involved and touches_memory(func):

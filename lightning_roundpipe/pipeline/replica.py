@@ -87,6 +87,10 @@ class Traits:
 
     draws: bool = False
     """Draws random numbers."""
+    dropped: bool = False
+    """Whether it has run without its graph kept, which shows what a recompute needs."""
+    known: bool = False
+    """Whether it had before the present batch. Until then everything is copied."""
     changed_inputs: set[int] = field(default_factory=set)
     """Leaves of the arguments that are changed in place, by the layer or later: the recompute needs copies."""
     writes_state: bool = False

@@ -31,6 +31,7 @@ from lightning_roundpipe.pipeline.interception import (
     OutsideParameters,
     handling_calls,
     handling_no_calls,
+    in_checkpoint,
     splitting_calls,
 )
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
@@ -39,7 +40,7 @@ from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repe
 from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
-from lightning_roundpipe.pipeline.tape import Call, CallOwner, Mode, Run
+from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run, graph_leaves
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
@@ -184,8 +185,8 @@ class Pipeline(CallOwner):
             )
         self.store.refresh(values=values_changed)
         self._catcher.refresh()
-        if self._units_past_us and self._batch is not None and self._batch.released:
-            self.wait_backward()  # a reentrant checkpoint runs the user's own modules in it
+        if self._batch is not None and self._batch.released and (self._units_past_us or self._batch.recomputes):
+            self.wait_backward()  # a checkpoint runs the user's own modules in it
         splits_calls = bool(self._splits)
         plan = None if splits_calls else self._plan_for(deferred, len(weights))
         batch = Batch(
@@ -202,6 +203,7 @@ class Pipeline(CallOwner):
             splits_calls=splits_calls,
         )
         self._has_seen_several |= batch.microbatches > 1
+        batch.settled = values_changed or self.store.enqueued == 0
         batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self.batches += 1
         self.step += 1
@@ -226,7 +228,8 @@ class Pipeline(CallOwner):
                 if not deferred and (batch.serial or self.draws_on_the_host()):
                     self.until(batch.wait_all)
         finally:
-            self.interception.remove()
+            if not (deferred and batch.recomputes and self.monitor.failure is None):
+                self.interception.remove()  # or else in `wait_backward`
             if outside is not None:
                 self._restore_random_state(batch, outside)
         if batch.microbatches > 1:
@@ -279,6 +282,7 @@ class Pipeline(CallOwner):
         """Waits for the backward of the last batch."""
         if self._batch is not None:
             self.until(self._batch.wait_all)
+            self.interception.remove()
         self.check()
 
     def take_own_gradients(self) -> None:
@@ -298,6 +302,7 @@ class Pipeline(CallOwner):
         self.monitor.fail(Cancelled())
         for thread in (*self._threads, *self._weight_threads.values()):
             thread.close()
+        self.interception.remove()
         self._catcher.close()
         self._threads = []
         self._planning.close()
@@ -324,10 +329,12 @@ class Pipeline(CallOwner):
         return list(found)
 
     def draws_on_the_host(self) -> bool:
-        """Whether a backward would take the process's generators away from the main thread's own code."""
-        return self._backward_draws or (
-            any(device.shares_host_generator for device in self.devices)
-            and any(layer.draws() or layer.traits.compiles for layer in self.layers)
+        """Whether a backward would take the process's generators, or the user's modules, away from the main thread's
+        own code."""
+        if self._backward_draws or (self._batch is not None and self._batch.recomputes):
+            return True
+        return any(device.shares_host_generator for device in self.devices) and any(
+            layer.draws() or layer.traits.compiles for layer in self.layers
         )
 
     def _restore_random_state(self, batch: Batch, outside: RandomState) -> None:
@@ -382,12 +389,12 @@ class Pipeline(CallOwner):
         """Plans the next batch by the calls that this one made, and by measured costs."""
         sequences = [tuple(run.sequence) for run in batch.runs if run is not None]
         merged = _merged_calls(batch.plan, sequences)
+        for layer in self.layers:
+            layer.traits.known |= layer.traits.dropped
         if batch.records:
-            for layer in self.layers:
-                self.store.add_to_layer(layer, layer.traits.foreign)
             self.store.travel_in_half(self._half_parameters(batch))
-            if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
-                self.run_serially("a layer that writes its own state is called several times in a step")
+        if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
+            self.run_serially("a layer that writes its own state is called several times in a step")
         if batch.splits_calls:
             pass  # each call has a plan of its own
         elif batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
@@ -509,7 +516,7 @@ class Pipeline(CallOwner):
         if batch.records and batch.microbatches > 1:
             self.attributes.end_step(microbatch)
         roots = batch.take(microbatch.index, result)
-        self._count_calls(microbatch)
+        self._count_calls(microbatch, roots)
         return roots
 
     def _end_microbatch(self, microbatch: Microbatch) -> None:
@@ -532,8 +539,8 @@ class Pipeline(CallOwner):
         kind = signature((args, kwargs))
         split = self._splits.get((id(module), kind))
         mode = microbatch.mode
-        if split is None or torch.is_inference_mode_enabled():
-            return NotImplemented
+        if split is None or torch.is_inference_mode_enabled() or in_checkpoint():
+            return NotImplemented  # a checkpoint's recompute could not see what threads of their own have saved
         inside = set(module.modules())
         if not all(layer.has_own_parameters() for layer in self.layers if layer.module in inside):
             return NotImplemented  # others stand there for a moment (functional_call)
@@ -560,6 +567,7 @@ class Pipeline(CallOwner):
         self._release_baton(microbatch)
         outside = RandomState.capture()
         self._left_random_state = None
+        fan_out.settled, fan_out.pending_units = microbatch.batch.settled, microbatch.batch.pending_units
         self.attributes.begin_batch(fan_out)
         self.turnstiles.extend(forward)
         for index, thread in enumerate(self._threads[1 : 1 + fan_out.microbatches]):
@@ -571,6 +579,7 @@ class Pipeline(CallOwner):
             self._restore_random_state(fan_out, outside)
             self._left_random_state = None
         self.attributes.end_batch(fan_out)
+        microbatch.batch.recomputes |= fan_out.recomputes
         commit_norm_statistics([run.norm_statistics for run in fan_out.runs if run is not None])
         self._take_baton(microbatch)
 
@@ -656,9 +665,13 @@ class Pipeline(CallOwner):
         microbatch.where = ""
         microbatch.in_backward = True
         handles = [root.register_hook(lambda _: microbatch.note_graph_task()) for root in roots if root.requires_grad]
+        mode = microbatch.mode
+        assert mode is not None
+        mode.only_if = microbatch.runs_again
         self._take_baton(microbatch)
         try:
-            torch.autograd.backward(roots, seeds)
+            with handling_calls(partial(self._call_again, microbatch)), mode:
+                torch.autograd.backward(roots, seeds)
         finally:
             self._release_baton(microbatch)
             for handle in handles:
@@ -679,22 +692,11 @@ class Pipeline(CallOwner):
                 " whole process, while layers run for several microbatches and again for the backward pass. Leave the"
                 " context out: a parametrization is computed once in each call."
             )
-        batch, store = microbatch.batch, self.store
-        state = layer.attributes()
-        attributes = [self._input_attribute(microbatch, state.dicts[i][key]) for i, key in state.inputs]
-        arguments = Structure((args, kwargs, attributes))
-        mode = microbatch.mode
+        batch, store, mode = microbatch.batch, self.store, microbatch.mode
         assert mode is not None
-        arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
-        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        grad = grad and (
-            any(parameter.requires_grad for parameter in layer.parameters)
-            or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
-            or bool(layer.traits.foreign)
-        )
-        leaves = store.layer_leaves(layer, batch.version)
-        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
-        call.merge_norm_statistics = batch.microbatches > 1
+        batch.recomputes |= in_checkpoint()
+        call, grad = self._make_call(microbatch, layer, args, kwargs)
+        leaves = call.parameters
         number = len(microbatch.calls)
         microbatch.calls.append(call)
         microbatch.sequence.append(layer.index)
@@ -712,13 +714,23 @@ class Pipeline(CallOwner):
             elif (
                 microbatch.ticket is not None
                 and microbatch.ticket[1].kind == "FB"
+                and not call.is_new
                 and not layer.traits.changed_inputs  # what is changed in place must not be part of a kept graph
             ):
                 run_mode = Mode.KEEP
             else:
                 run_mode = Mode.DROP
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
+            in_turn = batch.enter_layer(layer.index, microbatch.index)
             run = self._run_call(microbatch, call, device, run_mode, number)
+            batch.leave_layer(layer.index)
+            if layer.traits.writes_state and not in_turn and not batch.serial:
+                raise RuntimeError(
+                    f"{call.label}: it keeps a state (buffers or attributes that its forward writes), and microbatches"
+                    " call it in another order than one after the other, which they did not in the first batch. So the"
+                    " state would not be that of a plain run. Train with RoundPipeStrategy(microbatches=1), or keep"
+                    " the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+                )
             read, microbatch.accesses.last_read = microbatch.accesses.last_read, {}
             place = self.baton.request()
             self.turns.leave_forward(microbatch, call)
@@ -729,13 +741,8 @@ class Pipeline(CallOwner):
                     self._touched(microbatch, parameter, leaf, True)
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
-        run.built.write_back(escaped.argument_changes)
-        if escaped.held:
-            linked = {id(inner): outer for inner, outer in zip(run.held, escaped.held, strict=True)}
-            for index, name in state.holding:
-                put_for(state.dicts[index][name], linked, set())
-        for index, name, value in escaped.attribute_changes:
-            self.attributes.set(microbatch, layer.modules[index], name, value)
+            self._note_foreign_parameters(microbatch, call)
+        self._deliver(microbatch, call, run, escaped)
         for index, hook_args, hook_kwargs, output, moment in escaped.hook_calls:
             before = layer.attributes() if batch.records else None
             held = before.contents() if before is not None else {}
@@ -744,10 +751,69 @@ class Pipeline(CallOwner):
                 _check_hooks(layer, index, before, held, {at for at, when in read.items() if when > moment})
         return escaped.output
 
-    def _input_attribute(self, microbatch: Microbatch, tensor: Tensor) -> Tensor:
-        """An attribute that the layer may read. What a layer left there in another microbatch has no gradient here."""
-        left_by = getattr(tensor, "left_by", microbatch.label)
-        return tensor if left_by == microbatch.label else tensor.detach()
+    def _make_call(
+        self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, bool]:
+        """The call, and whether anything in it may have a gradient."""
+        batch, mode = microbatch.batch, microbatch.mode
+        assert mode is not None
+        state = layer.attributes()
+        attributes = [state.dicts[i][key] for i, key in state.inputs]
+        arguments = Structure((args, kwargs, attributes))
+        arguments.leaves = [mode.replace(leaf) for leaf in arguments.leaves]
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        grad = grad and (
+            any(parameter.requires_grad for parameter in layer.parameters)
+            or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
+            or bool(layer.traits.foreign)
+        )
+        leaves = self.store.layer_leaves(layer, batch.version)
+        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
+        call.merge_norm_statistics = batch.microbatches > 1
+        return call, grad
+
+    def _call_again(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer call within the backward: a checkpoint around it and code between layers runs its part of the step
+        again, to see what autograd saved of that code. Of the layer itself nothing was saved, so nothing is now."""
+        mode = microbatch.mode
+        assert mode is not None and layer.intercept is not None
+        if not microbatch.runs_again():  # a reentrant checkpoint: its gradients go past us
+            with handling_no_calls():
+                return layer.intercept(*args, **kwargs)
+        several = microbatch.batch.microbatches > 1
+        if several and layer.traits.writes_state:
+            self.run_serially("a checkpoint runs a layer again that writes its own state")
+            if not microbatch.batch.serial or microbatch.batch.deferred:
+                raise RuntimeError(
+                    f"layer {layer.name!r}: it writes its own state (buffers or attributes) and a checkpoint runs it"
+                    " again in the backward, when the state is not that of a plain run. Checkpoint nothing but whole"
+                    " layers (the pipeline recomputes them anyway), or train with RoundPipeStrategy(microbatches=1)."
+                )
+        if several and layer.draws():
+            raise RuntimeError(
+                f"layer {layer.name!r}: it draws random numbers within a checkpoint of code between layers, whose"
+                " recompute could not draw them again. Checkpoint nothing but whole layers (the pipeline recomputes"
+                " them anyway), or train with RoundPipeStrategy(microbatches=1)."
+            )
+        call, grad = self._make_call(microbatch, layer, args, kwargs)
+        with handling_no_calls(), _without(mode):
+            run = call.run(self.devices[microbatch.device], Mode.DROP if grad else Mode.PLAIN)
+            escaped = call.link(run, self, microbatch.token)
+        self._deliver(microbatch, call, run, escaped)
+        for index, hook_args, hook_kwargs, output, _ in escaped.hook_calls:
+            _run_forward_hooks(layer, index, hook_args, hook_kwargs, output)
+        return escaped.output
+
+    def _deliver(self, microbatch: Microbatch, call: Call, run: Run, escaped: Escaped) -> None:
+        """Puts what came out of a call besides its output where the caller would find it."""
+        run.built.write_back(escaped.argument_changes)
+        state = call.state
+        if escaped.held:
+            linked = {id(inner): outer for inner, outer in zip(run.held, escaped.held, strict=True)}
+            for index, name in state.holding:
+                put_for(state.dicts[index][name], linked, set())
+        for index, name, value in escaped.attribute_changes:
+            self.attributes.set(microbatch, call.layer.modules[index], name, value)
 
     def _run_call(self, microbatch: Microbatch, call: Call, device: Device, mode: str, number: int) -> Run:
         """Runs the layer for the first time; with random numbers of its own where it draws some."""
@@ -796,8 +862,16 @@ class Pipeline(CallOwner):
                 " layers of the pipeline. Keep the layer out of it with RoundPipeStrategy(layers=...), or use manual"
                 " optimization."
             )
+        if call not in microbatch.units_counted:
+            if all(gradient is None for gradient in gradients):  # autograd passes through, but nothing depends on it
+                return [None] * len(call.gradient_inputs)
+            raise RuntimeError(
+                f"{call.label}: the loss of a microbatch reaches into an earlier batch or another microbatch, through a"
+                " tensor with a gradient that came out of this layer there: keep such tensors detached."
+            )
         self._release_baton(microbatch)
-        with handling_no_calls():
+        assert microbatch.mode is not None
+        with handling_no_calls(), _without(microbatch.mode):
             self.turns.enter_backward(microbatch, call)
             device = self.devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
@@ -890,6 +964,24 @@ class Pipeline(CallOwner):
                 " same way in the first batch, compile the layer as a whole with RoundPipeStrategy(compile=True), or"
                 " train with RoundPipeStrategy(microbatches=1)."
             )
+
+    def _note_foreign_parameters(self, microbatch: Microbatch, call: Call) -> None:
+        """The layer turned out to use parameters of others: from now on it waits for their optimizer steps, too."""
+        layer, foreign = call.layer, call.layer.traits.foreign
+        for parameter in call.reached:
+            if not self.store.owns(parameter) or any(parameter is other for other in foreign):
+                continue
+            self.store.add_to_layer(layer, parameter)
+            foreign.append(parameter)
+            unit = self.store.unit_of(parameter)
+            if not microbatch.batch.settled and unit not in microbatch.units_awaited:
+                raise RuntimeError(
+                    f"{call.label}: it uses the parameter {self.store.name(parameter)!r} of another module past its"
+                    " arguments, which it did not do in the first batch, so that parameter's optimizer step was not"
+                    " waited for. Pass it as an argument, or step in line with"
+                    " RoundPipeStrategy(background_step=False)."
+                )
+        call.reached = []
 
     def _timed(self, microbatch: Microbatch, costs: list[Costs], call: Call, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
@@ -1055,16 +1147,19 @@ class Pipeline(CallOwner):
                 " training_step, or train with RoundPipeStrategy(microbatches=1)."
             )
 
-    def _count_calls(self, microbatch: Microbatch) -> None:
+    def _count_calls(self, microbatch: Microbatch, roots: Sequence[Tensor]) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self.store.units
+        for leaf in graph_leaves(roots, through_calls=True)[0]:
+            if isinstance(leaf, nn.Parameter) and self.store.owns(leaf):
+                self._note_use_past_us(microbatch, leaf)
         microbatch.units_left = set(units)
         late = {self.store.unit_of(parameter) for parameter, _ in microbatch.stand_ins.values()}
         late |= self._units_past_us
         left = microbatch.calls_left
         for call in microbatch.calls:
             call.check_aliases()
-            called = self.store.units_of_layer(call.layer)
+            called = microbatch.units_counted[call] = list(self.store.units_of_layer(call.layer))
             if call.differentiable:
                 for unit in called:
                     left[unit] = left.get(unit, 0) + 1
@@ -1086,12 +1181,28 @@ class Pipeline(CallOwner):
                 return False
             self._own.append((parameter, gradient))
             return True
-        batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
         if not microbatch.in_backward:
             raise RuntimeError(
-                f"The gradient of the parameter {name!r} is computed by a backward within training_step, before the"
-                " step's own. Return one loss, or use manual optimization."
+                f"The gradient of the parameter {self.store.name(parameter)!r} is computed by a backward within"
+                " training_step, before the step's own. Return one loss, or use manual optimization."
             )
+        self._note_use_past_us(microbatch, parameter)
+        if id(parameter) in microbatch.frozen:
+            return True
+        gradients = microbatch.batch.gradients
+        if microbatch.in_graph_task() and not parameter._backward_hooks:
+            gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
+        else:
+            gradients.deposit(microbatch.index, parameter, gradient, alone=not microbatch.in_graph_task())
+        return True
+
+    def _note_use_past_us(self, microbatch: Microbatch, parameter: nn.Parameter) -> None:
+        """Autograd will reach, or has reached, the parameter itself, and not what stands for it.
+
+        Raises:
+            RuntimeError: When its value may not have been the right one, or its gradient comes too late.
+        """
+        batch, unit, name = microbatch.batch, self.store.unit_of(parameter), self.store.name(parameter)
         how = (
             "in a way that hides it from the pipeline (a custom autograd function, a reentrant checkpoint or a script)"
         )
@@ -1101,9 +1212,12 @@ class Pipeline(CallOwner):
                 " strategy='roundpipe' (staleness 0)."
             )
         if unit not in self._units_past_us:
-            known_in_time = not batch.gradients.has_finished(microbatch.index, unit) and (
-                unit not in batch.pending_units or unit in microbatch.units_awaited
-            )
+            if microbatch.in_backward:
+                known_in_time = not batch.gradients.has_finished(microbatch.index, unit) and (
+                    unit not in batch.pending_units or unit in microbatch.units_awaited
+                )
+            else:  # it may have been waited for only after the use
+                known_in_time = batch.settled
             if not (batch.records or known_in_time):
                 raise RuntimeError(
                     f"The parameter {name!r} is used {how}, which it was not in the first batch, so its optimizer step"
@@ -1114,17 +1228,10 @@ class Pipeline(CallOwner):
             self._units_outside[unit] = None
             if any(layer.traits.writes_state or layer.norms(training=True) for layer in self.layers):
                 self.run_serially("a reentrant checkpoint may run a layer again that writes its own state")
-        if id(parameter) in microbatch.frozen:
-            return True
-        if microbatch.in_graph_task() and not parameter._backward_hooks:
-            batch.gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
-        else:
-            batch.gradients.deposit(microbatch.index, parameter, gradient, alone=not microbatch.in_graph_task())
-        return True
 
     def _count_down(self, microbatch: Microbatch, call: Call) -> None:
         left = microbatch.calls_left
-        for unit in self.store.units_of_layer(call.layer):
+        for unit in microbatch.units_counted[call]:
             if left.get(unit, -1) > 0:
                 left[unit] -= 1
                 if left[unit] == 0:

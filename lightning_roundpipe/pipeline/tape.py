@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Built, Structure
@@ -110,7 +110,7 @@ class Call:
         arguments: The arguments, taken apart. Their leaves are dropped once saved.
         state: The layer's attributes before the call.
         parameters: The tensors to compute with.
-        record: Warm-up: keep copies of everything and find out the layer's traits.
+        record: Warm-up: find out the layer's traits.
     """
 
     def __init__(
@@ -129,6 +129,8 @@ class Call:
         self.state = state
         self.parameters = parameters
         self.record = record
+        self.is_new = record or not layer.traits.known
+        """Whether the layer has not shown yet what it changes, so that copies are made of everything."""
         self.autocast = AutocastState()
         self.context = contextvars.copy_context()
         self.seed: int | None = None
@@ -143,6 +145,8 @@ class Call:
         """Collects weight gradients that the backward leaves for later."""
         self.deferred_gradients: list[tuple[Tensor, Tensor]] = []
         self.leaf_count = 0
+        self.reached: list[nn.Parameter] = []
+        """Parameters that the outputs depend on and that are not the layer's, nor arguments."""
         self.done = False
         self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
@@ -164,7 +168,9 @@ class Call:
         """Runs the layer for the first time and keeps what :meth:`backward` needs."""
         layer, traits = self.layer, self.layer.traits
         leaves = self.arguments.leaves
-        if mode != Mode.PLAIN:
+        if mode == Mode.PLAIN:
+            self.is_new = self.record  # nothing will be run again
+        else:
             self.gradient_inputs = [
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
@@ -177,10 +183,10 @@ class Call:
                 traits.writes_state |= traits.state_versions not in (None, layer.state_versions(self.state))
             # Statistics that are read here may be updated by another call of the same BatchNorm before the recompute.
             read_later = self.merge_norm_statistics and bool(reading)
-            if mode == Mode.DROP and (self.record or traits.writes_state or read_later):
-                changed_attributes = self.state.holding if self.record else traits.changed_attributes
+            if mode == Mode.DROP and (self.is_new or traits.writes_state or read_later):
+                changed_attributes = self.state.holding if self.is_new else traits.changed_attributes
                 self._buffers, self._copies = layer.copy_buffers(), self.state.copies(changed_attributes)
-            held = self.state.contents() if self.record else {}
+            held = self.state.contents() if self.is_new else {}
         hooks = layer.inner_pre_hooks() if self.record else []
         kept_by_hooks = [contents_of_function(hook) for _, hook in hooks]
         self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
@@ -204,7 +210,17 @@ class Call:
         except BaseException:
             layer.give_back(replica)
             raise
-        if mode == Mode.KEEP:
+        # Nothing requires a gradient, but for parameters of others that the layer turns out to use past its arguments.
+        linked = [leaf for i, leaf in enumerate(run.leaves) if i not in run.returned and _has_graph(leaf)]
+        reaches_out = mode == Mode.PLAIN and bool(linked)
+        if reaches_out and not torch.is_grad_enabled() and any(leaf.grad_fn is not None for leaf in linked):
+            layer.give_back(replica)
+            raise RecomputeError(
+                f"{self.label}: gradients are disabled where it is called, and enabled again inside it. Call it with"
+                " gradients enabled, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+            )
+        if mode == Mode.KEEP or reaches_out:
+            self.kept = run
             self._replica = replica
         else:
             layer.give_back(replica)
@@ -216,26 +232,20 @@ class Call:
             self._state_versions = layer.state_versions(self.state, self._norms_aside)
             self._note_changed_attributes(held)
             changed = versions != self._state_versions or sizes != self.state.sizes() or bool(traits.changed_attributes)
-            if changed and not traits.writes_state and (mode == Mode.DROP or self.record):
-                self._found_state_write()
+            if changed and not traits.writes_state:
+                self._found_state_write(mode)
             traits.state_versions = layer.state_versions(self.state) if self.record else None
         self._check_inputs_after_run()
-        if mode == Mode.KEEP:
-            self.kept = run
-        elif mode == Mode.PLAIN and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in run.leaves):
-            raise RecomputeError(
-                f"{self.label}: neither its arguments nor its own parameters require a gradient, but its outputs do: it"
-                " uses parameters of other modules past its arguments. Pass them as arguments, or keep the layer out of"
-                " the pipeline with RoundPipeStrategy(layers=...)."
-            )
-        if self.record and mode == Mode.DROP:
+        if mode == Mode.DROP:
+            traits.dropped = True
+        if self.is_new and mode == Mode.DROP:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
         return run
 
     def _note_changed_attributes(self, before: dict[tuple[int, str], list[Any]]) -> None:
-        """First batch: finds the lists, dicts and objects in which the call has changed something."""
-        if not self.record:
+        """Finds the lists, dicts and objects in which the call of a new layer has changed something."""
+        if not self.is_new:
             return
         traits, now = self.layer.traits, self.state.contents()
         found = {at for at, contents_before in before.items() if not same(now[at], contents_before)}
@@ -249,12 +259,13 @@ class Call:
         """Makes the outputs of a run part of the caller's autograd graph."""
         leaves, given = run.leaves, self.arguments.leaves
         unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
-        self.differentiable = [
-            i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad and i not in unchanged
-        ]
+        self.differentiable = [i for i, leaf in enumerate(leaves) if i not in unchanged and _has_graph(leaf)]
         new = list(leaves)
         if self.differentiable:
-            inputs = [given[i] for i in self.gradient_inputs]
+            reached, calls, used = graph_leaves([leaves[i] for i in self.differentiable], run.edges)
+            self._find_foreign_parameters(reached, calls)
+            # What the outputs do not depend on gets no gradient at all, as without us, rather than zeros.
+            inputs = [given[i] if n in used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
             outputs = _CallNode.apply(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
@@ -330,30 +341,30 @@ class Call:
             if not isinstance(leaf, Tensor):
                 self._saved.append(leaf)
                 continue
-            copy = self.record or i in self.layer.traits.changed_inputs
+            copy = self.is_new or i in self.layer.traits.changed_inputs
             self._saved.append(device.keep_input(leaf.detach(), copy=copy))
-            if not leaf.is_inference() and (self.record or not copy):
+            if not leaf.is_inference() and (self.is_new or not copy):
                 self._versions.append((i, leaf.detach(), leaf._version))
 
     def _check_inputs_after_run(self) -> None:
         for i, tensor, version in self._versions:
             if tensor._version != version:
                 self._found_input_change(i, "the layer changes its argument in place")
-        if self.record:
+        if self.is_new:
             self._versions = [entry for entry in self._versions if entry[1]._version == entry[2]]
 
     def _found_input_change(self, index: int, what: str) -> None:
         self.layer.traits.changed_inputs.add(index)
-        if not self.record:
+        if not self.is_new:
             raise RecomputeError(
                 f"{self.label}: {what}, which it did not do in the first batch, so there was no copy for the"
                 " recompute. The next fit takes one if the first batch shows it; or keep the layer out of the pipeline"
                 " with RoundPipeStrategy(layers=...)."
             )
 
-    def _found_state_write(self) -> None:
+    def _found_state_write(self, mode: str) -> None:
         self.layer.traits.writes_state = True
-        if not self.record:
+        if mode == Mode.DROP and self._buffers is None:
             raise RecomputeError(
                 f"{self.label}: buffers or attributes of the layer are written, which they were not in the first batch,"
                 " so there is no copy for the recompute. Let them be written from the first batch on, or keep the layer"
@@ -382,9 +393,9 @@ class Call:
         """
         if self.done:
             raise RuntimeError(
-                f"{self.label}: its backward runs a second time. A tensor with a gradient that came out of an earlier"
-                " batch or microbatch is used in this one, or the loss of a microbatch reaches into another's: keep"
-                " such tensors detached."
+                f"{self.label}: its backward runs a second time, as with retain_graph=True. That is not supported"
+                " through layers of the pipeline: add up the losses instead, or keep the layer out of it with"
+                " RoundPipeStrategy(layers=...)."
             )
         if all(gradient is None for gradient in gradients):
             return [None] * len(self.gradient_inputs), []
@@ -420,14 +431,13 @@ class Call:
         targets: list[Any] = list(run.edges)
         masters: list[Tensor] = []
         if parameters:
-            if self.record:
-                self._find_foreign_parameters(outputs)
             for master, leaf in zip(self.layer.parameters, self.parameters, strict=True):
                 if leaf.requires_grad:
                     masters.append(master)
                     targets.append(leaf)
-            masters += self.layer.traits.foreign
-            targets += self.layer.traits.foreign
+            foreign = [parameter for parameter in self.layer.traits.foreign if parameter.requires_grad]
+            masters += foreign
+            targets += foreign
         if not outputs or not targets:
             return [None] * len(run.edges), []
         if self.deferred is not None:
@@ -464,8 +474,8 @@ class Call:
             buffers = [dict(items) for items in layer.buffers()]
             self._copies = self.state.container_copies()
             if not unchanged:
-                self._found_state_write()
-        elif self.record and not unchanged:
+                self._found_state_write(Mode.DROP)
+        elif self.is_new and not unchanged:
             layer.traits.writes_state = True
         if self._half is not None:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
@@ -524,20 +534,16 @@ class Call:
         if any(leaf.grad is not None for leaf in self.parameters):
             raise RecomputeError(_escaped(self.label))
 
-    def _find_foreign_parameters(self, outputs: Sequence[Tensor]) -> None:
+    def _find_foreign_parameters(self, leaves: Sequence[Tensor], calls: Sequence[Any]) -> None:
+        """Parameters of others that the layer reaches by itself show in its graph."""
         known = {id(leaf) for leaf in self.parameters}
-        leaves, calls = _graph_leaves(outputs)
         if calls or any(getattr(leaf, "is_stand_in", False) for leaf in leaves):
             raise RecomputeError(
                 f"{self.label}: the layer uses a tensor made outside it that is none of its arguments, so that tensor's"
                 " gradient would be lost. Pass it as an argument, or keep the layer out of the pipeline with"
                 " RoundPipeStrategy(layers=...)."
             )
-        traits = self.layer.traits
-        for tensor in leaves:
-            new = isinstance(tensor, nn.Parameter) and id(tensor) not in known
-            if new and all(tensor is not other for other in traits.foreign):
-                traits.foreign.append(tensor)
+        self.reached = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
 
     # -- both ------------------------------------------------------------------------------------------------------
 
@@ -574,7 +580,7 @@ class Call:
                 ]
             if mode == Mode.DROP:
                 stack.enter_context(_saving_nothing(self.label))
-            elif mode == Mode.KEEP and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            elif torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
                 # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             if not first:
@@ -589,7 +595,7 @@ class Call:
                 merge_norm_statistics=self.merge_norm_statistics,
                 copies={} if first else self._copies,
                 code=self.compiled,
-                holding=self.state.holding if self.record else self.layer.traits.gradient_attributes,
+                holding=self.state.holding if self.is_new else self.layer.traits.gradient_attributes,
             )
             _thread.runs_again = not first
             try:
@@ -681,6 +687,15 @@ class _EnterCall(torch.autograd.Function):
         raise RuntimeError(_escaped(ctx.label))
 
 
+def _has_graph(value: Any) -> bool:
+    """Whether a value leads to anything: a view made without gradients may require one all the same."""
+    return (
+        isinstance(value, Tensor)
+        and value.requires_grad
+        and (value.grad_fn is not None or isinstance(value, nn.Parameter))
+    )
+
+
 def _has_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
@@ -753,20 +768,33 @@ class AutocastState:
         self._contexts.pop().close()
 
 
-def _graph_leaves(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """The leaf tensors that the outputs' graph accumulates gradients into, and the nodes of other calls in it."""
-    leaves, calls, seen = [], [], set()
-    stack = [output.grad_fn for output in outputs if output.grad_fn is not None]
+def graph_leaves(
+    outputs: Sequence[Tensor], entry: Sequence[GradientEdge] = (), *, through_calls: bool = False
+) -> tuple[list[Tensor], list[Any], set[int]]:
+    """What the outputs' graph leads to: the leaf tensors that it accumulates gradients into, the nodes of calls, and
+    which of the entry's outputs, by number, where it ends.
+    """
+    start = entry[0].node if entry else None
+    leaves: list[Tensor] = []
+    calls: list[Any] = []
+    used: set[int] = set()
+    seen: set[Node] = set()
+    leaves += [output for output in outputs if output.grad_fn is None]
+    stack: list[tuple[Node | None, int]] = [(output.grad_fn, output.output_nr) for output in outputs]
     while stack:
-        node = stack.pop()
-        if node in seen:
+        node, number = stack.pop()
+        if node is start:
+            used.add(number)
+            continue
+        if node is None or node in seen:
             continue
         seen.add(node)
         if node.name() == "_CallNodeBackward":
             calls.append(node)
-            continue
+            if not through_calls:
+                continue
         variable = getattr(node, "variable", None)
         if variable is not None:
             leaves.append(variable)
-        stack += [child for child, _ in node.next_functions if child is not None]
-    return leaves, calls
+        stack += node.next_functions
+    return leaves, calls, used

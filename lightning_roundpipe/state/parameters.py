@@ -142,24 +142,21 @@ class ParameterStore:
     def units_of_layer(self, layer: Layer) -> list[Unit]:
         return self._layer_units[layer.index]
 
-    def add_to_layer(self, layer: Layer, parameters: Iterable[Tensor]) -> None:
-        """Counts parameters that the layer reaches past its arguments among the layer's.
+    def add_to_layer(self, layer: Layer, parameter: nn.Parameter) -> None:
+        """Counts a parameter that the layer reaches past its arguments among the layer's.
 
         Raises:
-            RuntimeError: With staleness 1, which such parameters would escape.
+            RuntimeError: With staleness 1, which such a parameter would escape.
         """
-        for parameter in parameters:
-            if not self.owns(parameter):
-                continue
-            unit = self._unit_of[id(parameter)]
-            if self.staleness:
-                raise RuntimeError(
-                    f"layer {layer.name!r} uses the parameter {self._names[id(parameter)]!r} of another module past its"
-                    " arguments, so it would compute with the newest values instead of those one step behind. Pass it"
-                    " as an argument, or use strategy='roundpipe' (staleness 0)."
-                )
-            if unit not in self._layer_units[layer.index]:
-                self._layer_units[layer.index].append(unit)
+        if self.staleness:
+            raise RuntimeError(
+                f"layer {layer.name!r} uses the parameter {self._names[id(parameter)]!r} of another module past its"
+                " arguments, so it would compute with the newest values instead of those one step behind. Pass it as an"
+                " argument, or use strategy='roundpipe' (staleness 0)."
+            )
+        unit = self._unit_of[id(parameter)]
+        if unit not in self._layer_units[layer.index]:
+            self._layer_units[layer.index].append(unit)
 
     def version_for_next_batch(self) -> int:
         return max(0, self.enqueued - self.staleness)
