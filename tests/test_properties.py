@@ -49,6 +49,7 @@ from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.microbatch import split_sizes
 from lightning_roundpipe.pipeline import turnstile
 from lightning_roundpipe.pipeline.runtime import Pipeline
+from lightning_roundpipe.schedules import NAMES, ScheduleName, Scheduler
 from lightning_roundpipe.state.optimizer import OptimizerWorker, StepJob
 
 TOLERANCE = 1e-9
@@ -94,6 +95,9 @@ class Way:
     """Whether the innermost modules are the layers, and the forward of what holds them is code between layers."""
     thaws: tuple[int, int] | None = None
     """Before which batch the parameters of which layer change between frozen and not."""
+    schedule: ScheduleName = "roundpipe"
+    lanes: bool = False
+    """Whether each device is a lane of its own."""
 
 
 def batches_of(way: Way) -> list[list[dict[str, Any]]]:
@@ -189,7 +193,8 @@ def pipelined(model: RandomModel, way: Way) -> Result:
     optimizer = OPTIMIZERS[way.optimizer](model.parameters())
     layers = (lambda module: not any(module.children())) if way.fine else None
     devices = [CpuDevice(index, 1) for index in range(way.devices)]
-    pipeline = Pipeline(model, devices, layers=layers, staleness=way.staleness)
+    scheduler = Scheduler(way.schedule, way.devices, way.devices if way.schedule == "roundpipe" and way.lanes else 1)
+    pipeline = Pipeline(model, devices, layers=layers, staleness=way.staleness, scheduler=scheduler)
     worker = OptimizerWorker(pipeline.store, pipeline.gradients, pipeline.monitor, pipeline.unit_order(), 1)
     names = [name for name, _ in model.named_parameters()]
     result = Result([], [], {})
@@ -327,6 +332,8 @@ def ways(**fixed: Any) -> st.SearchStrategy[Way]:
         "optimizer": st.sampled_from(sorted(OPTIMIZERS)),
         "accumulate": st.integers(1, 2),
         "background": st.booleans(),
+        "schedule": st.sampled_from(("roundpipe", *NAMES)),  # one of them twice
+        "lanes": st.booleans(),
     }
     return st.builds(Way, **(drawn | fixed))
 

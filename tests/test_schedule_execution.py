@@ -17,6 +17,7 @@ from models import CNN, GPT, Lit, batches_of, pictures, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import MeanMetric
 
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline import turnstile
@@ -347,3 +348,37 @@ def test_an_error_while_planning() -> None:
             pipeline.wait_backward()
     assert "roundpipe: while planning stages" in caught.value.__notes__
     pipeline.close()
+
+
+# --- the order of microbatches
+
+
+class Counted(GPT):
+    """Goes on, in the middle and at the end of a step, from what the microbatch before left."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.number = 0
+        self.total = MeanMetric()
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.number += 1
+        self.total.update(loss.detach() * self.number)
+        return loss * (1 + 0.1 * (self.number % 3))
+
+
+@pytest.mark.parametrize(
+    "options", [*({"schedule": name} for name in NAMES), {"lanes": 2}, {"lanes": "auto"}, {"lanes": 4}], ids=str
+)
+def test_state_that_goes_on_from_microbatch_to_microbatch(options: dict[str, Any]) -> None:
+    """Schedules with several directions or lanes take microbatches in another order."""
+    results = []
+    for devices, given in ((1, {}), (4, options)):
+        torch.manual_seed(7)
+        model = Counted().double()
+        fitted = result(fit_pipeline(model, data("gpt"), 8, devices, **given))
+        results.append((fitted, {"seen": torch.tensor(model.number), "total": model.total.compute()}))
+    for ours, expected_ in zip(*results, strict=True):
+        assert_equal(ours, expected_)
+    assert results[0][1]["seen"] == 32

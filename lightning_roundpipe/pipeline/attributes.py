@@ -29,6 +29,7 @@ from lightning_roundpipe.pipeline.watching import (
 )
 
 _MISSING = object()
+_BEGINNING = 1  # the stretch of code before the first layer
 
 
 @dataclass(slots=True)
@@ -58,6 +59,12 @@ class Use:
             return self.set_by_layers or len(self.written) > 1
         return bool(self.read) and (self.set_by_layers or len(self.read | self.written) > 1)
 
+    def needs_order(self, watched: bool) -> bool:
+        """Whether the microbatches must come to the places where it is used in their order. They begin in it."""
+        if not self.written or (self.restored and not self.changed_in_place):
+            return False
+        return (bool(self.read) or not watched) and not (self.read | self.written) <= {_BEGINNING}
+
 
 class ModuleAttributes:
     """Swaps attributes along with the baton.
@@ -66,9 +73,16 @@ class ModuleAttributes:
         root: The user's module.
         layers: Its layers.
         run_serially: Called with the reason where only a serial order of the microbatches can be right.
+        keep_order: Called with the reason where they need at least come to each layer in their order.
     """
 
-    def __init__(self, root: nn.Module, layers: Iterable[Layer], run_serially: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Iterable[Layer],
+        run_serially: Callable[[str], None],
+        keep_order: Callable[[str], None],
+    ) -> None:
         # By id, for a metric's hash follows its state.
         self._modules = {id(module): module for module in root.modules()}
         self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
@@ -81,6 +95,7 @@ class ModuleAttributes:
         self._watched = {id(module): module for module in can_be_watched(root)}
         self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
+        self._keep_order = keep_order
 
     def begin_batch(self, batch: Batch) -> None:
         batch.private_before = {
@@ -170,6 +185,8 @@ class ModuleAttributes:
             for key, use in self._uses.items():
                 if use.goes_on(key[0] in self._watched):
                     self._run_serially(f"microbatches go on from what others leave in {self._name(key)}")
+                elif use.needs_order(key[0] in self._watched):
+                    self._keep_order(f"microbatches go on from what those before them leave in {self._name(key)}")
             self._uses = {}
 
     def _use(self, key: Key) -> Use:

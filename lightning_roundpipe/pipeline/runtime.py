@@ -105,7 +105,7 @@ class Pipeline(CallOwner):
         share_compiled_code(root, self.layers, compile_settings)
         count_compilations()
         self.interception = Interception(root, self.layers)
-        self.attributes = ModuleAttributes(root, self.layers, self.run_serially)
+        self.attributes = ModuleAttributes(root, self.layers, self.run_serially, self._keep_order)
         self.store = ParameterStore(root, self.layers, self.monitor, staleness)
         self.gradients = Gradients(self.store, self.monitor)
         self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
@@ -360,6 +360,11 @@ class Pipeline(CallOwner):
         if self.serial_reason is None and self.last_microbatches > 1:
             self.serial_reason = reason
             self.on_serial(reason)
+
+    def _keep_order(self, reason: str) -> None:
+        """From the next batch on, lets microbatches come to each layer in their order."""
+        if not self.scheduler.keeps_order and not self.scheduler.keep_order():
+            self.run_serially(f"{reason}, and the schedule takes them in another order than theirs")
 
     # -- planning --------------------------------------------------------------------------------------------------
 

@@ -30,6 +30,8 @@ _BOUND: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
 }
 """Schedules that bind stages to devices, with the number of stages per device."""
 
+_OUT_OF_ORDER = ("dualpipe", "model_parallel")
+
 NAMES = ("roundpipe", *_BOUND)
 
 
@@ -70,6 +72,19 @@ class Scheduler:
     def can_be_planned(self) -> bool:
         """Whether the stages are not given by the method."""
         return self._method == "roundpipe"
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether microbatches come to each stage in their order, whatever is planned."""
+        if isinstance(self._method, Schedule):
+            return _keeps_order(self._method)
+        return self._method not in _OUT_OF_ORDER and self._lanes_wanted == 1
+
+    def keep_order(self) -> bool:
+        """Makes it so from the next batch on, with a single lane. Returns whether that could be done."""
+        if self._method == "roundpipe":
+            self._lanes_wanted = self.lanes = 1
+        return self.keeps_order
 
     def plan(
         self, forward_costs: Sequence[float], backward_costs: Sequence[float], microbatches: int, staleness: int
@@ -139,9 +154,8 @@ class Scheduler:
         """
         made = None if deferred else self._made(partition, microbatches)
         if made is None:
-            made = roundpipe(
-                partition, microbatches, self._devices, self._next_device, lanes if microbatches >= lanes else 1
-            )
+            lanes = lanes if microbatches >= lanes and self._lanes_wanted != 1 else 1
+            made = roundpipe(partition, microbatches, self._devices, self._next_device, lanes)
         self._next_device = (made.last_device + 1) % self._devices
         return made
 
@@ -161,3 +175,15 @@ class Scheduler:
             return None
         idle = self._devices - len(schedule.devices)
         return Schedule((*schedule.devices, *([()] * idle)), schedule.last_device, schedule.resident)
+
+
+def _keeps_order(schedule: Schedule) -> bool:
+    devices: dict[tuple[str, int], int] = {}
+    latest: dict[tuple[str, int], int] = {}
+    for device, line in enumerate(schedule.devices):
+        for action in line:
+            stage = action.kind, action.stage
+            if devices.setdefault(stage, device) != device or action.microbatch < latest.get(stage, -1):
+                return False
+            latest[stage] = action.microbatch
+    return True
