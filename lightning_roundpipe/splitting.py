@@ -6,13 +6,12 @@ The extra runs leave no trace: they see no gradients and draw no random numbers,
 buffers, attributes and parameters is undone.
 """
 
-import copy
 import operator
 import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -22,13 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric
 
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
-from lightning_roundpipe.pipeline.interception import any_parameter, is_about_the_object
 from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.pipeline.watching import is_plain_object, named_by_code
+from lightning_roundpipe.probes import changed_batches, moved_parameters
 from lightning_roundpipe.trees import map_tree
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -47,16 +47,23 @@ class Evidence:
 
     whole: float
     parts: dict[str, float]
-    fits: tuple[str, ...]
-    """The weightings that give the whole batch's loss."""
+    fits: dict[str, LossWeight]
+    """The weightings that give the whole batch's loss, by name."""
+    accumulates: tuple[str, ...] = ()
+    """What each run of the step changes anew, so that several microbatches do not leave what one batch does."""
 
     def describe(self) -> str:
+        if self.accumulates:
+            return f"each run of the step changes {', '.join(self.accumulates)} anew"
         parts = ", ".join(f"{value:.6g} by {name!r}" for name, value in self.parts.items())
         return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
 
 
 def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wanted: LossWeight) -> Evidence | None:
-    """Compares the whole batch's loss with its microbatches'.
+    """Compares the whole batch's loss, and what the step leaves on the module, with its microbatches'.
+
+    Weightings that agree in this batch need not do so in later ones. They are tried again on what those may be like:
+    parameters no longer zero, masks and labels that leave something out.
 
     Args:
         module: The user's module; left as it was.
@@ -69,29 +76,65 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
     candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
-    evidence = _compare(module, batch, cut, loss_of, candidates)
-    masked = _with_labels_masked(batch)
-    if evidence is None or masked is None or len(evidence.fits) < 2:
+    ignored = {IGNORED_LABEL}
+    evidence = compare(module, batch, cut, loss_of, candidates, ignored)
+    if evidence is None or not evidence.fits:
         return evidence
-    try:  # tells means over tokens from means over samples, although no label may be ignored yet
-        closer = _compare(module, masked, cut, loss_of, {name: candidates[name] for name in evidence.fits})
-    except Exception:  # a step that knows no ignored labels
-        return evidence
-    return evidence if closer is None else Evidence(evidence.whole, evidence.parts, closer.fits)
+    fits = evidence.fits
+    with undone(module):
+        samples = sum(cut(batch)[1])
+    with ExitStack() as stack:
+        with suppress(Exception):  # a step that bears no other values
+            with moved_parameters(module):
+                moved = compare(module, batch, cut, loss_of, fits)
+            if moved is not None:
+                fits = moved.fits
+                stack.enter_context(moved_parameters(module))
+        for changed, counting in changed_batches(batch, samples, ignored):
+            tried: dict[str, LossWeight] = {**fits, weight_name(counting): counting}
+            with suppress(Exception):
+                closer = compare(module, changed, cut, loss_of, tried)
+                if closer is not None:
+                    fits = closer.fits
+        if not fits.keys() <= evidence.fits.keys():  # one that was found last must suit all that came before
+            closer = compare(module, batch, cut, loss_of, fits)
+            fits = fits if closer is None else closer.fits
+    return replace(evidence, fits=fits)
 
 
-def _compare(
-    module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, candidates: dict[str, LossWeight]
+def compare(
+    module: nn.Module,
+    batch: Any,
+    cut: Cut,
+    loss_of: LossOf,
+    candidates: dict[str, LossWeight],
+    ignored: set[int] | None = None,
 ) -> Evidence | None:
-    whole = _loss(module, batch, loss_of)
+    """The losses of the whole batch and of its microbatches, and what they leave on the module.
+
+    Args:
+        module, batch, cut, loss_of: As for :func:`gather_evidence`.
+        candidates: The weightings to try, by name.
+        ignored: Gets the labels that the step's losses do not count.
+
+    Returns:
+        None where the loss says nothing: there is none, or it is zero or not finite.
+    """
     with undone(module):
         pieces, sizes = cut(batch)
-    losses = [_loss(module, piece, loss_of) for piece in pieces]
-    if whole is None or any(loss is None or not loss.isfinite() for loss in (whole, *losses)):
+    (whole,), left = _run(module, [batch], [sum(sizes)], loss_of, ignored)
+    if whole is None or not whole.isfinite():
+        return None
+    losses, left_by_parts = _run(module, pieces, sizes, loss_of)
+    accumulates: tuple[str, ...] = ()
+    if changed := [name for name, value in left_by_parts.items() if not _alike(left.get(name), value)]:
+        _, left_by_last = _run(module, pieces[-1:], sizes[-1:], loss_of)  # what is only set anew is no matter
+        accumulates = tuple(name for name in changed if not _alike(left_by_last.get(name), left_by_parts[name]))
+    if any(loss is None for loss in losses):
         return None
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
     parts: dict[str, float] = {}
-    fits = []
+    fits: dict[str, LossWeight] = {}
     for name, weight in candidates.items():
         try:
             weights = loss_weights(pieces, sizes, weight)
@@ -102,9 +145,46 @@ def _compare(
         scale = max(abs(float(whole)), sum(map(abs, terms)))
         if scale == 0:  # every weighting fits a loss of zero
             return None
-        if abs(parts[name] - float(whole)) <= tolerance * scale:
-            fits.append(name)
-    return Evidence(float(whole), parts, tuple(fits))
+        if abs(parts[name] - float(whole)) <= tolerance * scale and not accumulates:
+            fits[name] = weight
+    return Evidence(float(whole), parts, fits, accumulates)
+
+
+def _run(
+    module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None = None
+) -> tuple[list[Tensor | None], dict[str, Tensor]]:
+    """The losses of batches one after the other, and the numbers that they leave on the module."""
+    losses: list[Tensor | None] = []
+    with comparable(module) as repeatable, torch.no_grad():
+        for batch, size in zip(batches, sizes, strict=True):
+            repeatable.begin(size)
+            loss = loss_of(_own(batch))
+            losses.append(None if loss is None else loss.detach().clone())
+        if ignored is not None:
+            ignored |= repeatable.ignored_labels
+        return losses, _numbers_left(module, repeatable.written_parameters())
+
+
+def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[str, Tensor]:
+    """Buffers, attributes that are floating point numbers, and parameters that the step has written to.
+
+    Metrics are left out: they are told of every sample once, in any case.
+    """
+    left: dict[str, Tensor] = {}
+    for path, submodule in module.named_modules():
+        if isinstance(submodule, Metric):
+            continue
+        for name, value in (*submodule.__dict__.items(), *submodule._buffers.items()):
+            number = torch.tensor(value, dtype=torch.float64) if type(value) is float else value
+            if type(number) is Tensor and number.layout is torch.strided and not number.is_complex():
+                left[f"{path}.{name}".lstrip(".")] = number.detach().clone()
+    ids = set(map(id, written))
+    left.update((name, p.detach().clone()) for name, p in module.named_parameters() if id(p) in ids)
+    return left
+
+
+def _alike(a: Tensor | None, b: Tensor) -> bool:
+    return a is not None and close(a, b)
 
 
 def count_labels(piece: Any) -> int:
@@ -139,10 +219,17 @@ def find_split_calls(
     whole = _loss(module, batch, loss_of)
     if whole is None or not whole.isfinite():
         return None
-    trial = _Trial(module, layers, microbatches)
-    with trial.intercepting():
-        joined = _loss(module, batch, loss_of)
-    return trial.splits if joined is not None and close(joined, whole) else {}
+    with ExitStack() as stack:
+        with suppress(Exception):  # a step that bears no other values
+            with moved_parameters(module):
+                moved = _loss(module, batch, loss_of)
+            if moved is not None and moved.isfinite():
+                whole = moved
+                stack.enter_context(moved_parameters(module))
+        trial = _Trial(module, layers, microbatches)
+        with trial.intercepting():
+            joined = _loss(module, batch, loss_of)
+        return trial.splits if joined is not None and close(joined, whole) else {}
 
 
 class _Trial:
@@ -155,6 +242,7 @@ class _Trial:
         inside = set(layers)
         self._modules = [module for module in root.modules() if not inside.isdisjoint(module.modules())]
         self._unfit: set[tuple[nn.Module, Hashable]] = set()
+        self._parameters = {module: list(module.parameters()) for module in self._modules}
         self._trying = False
         self._escaped = False
 
@@ -187,7 +275,7 @@ class _Trial:
         self, module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[CallSplit, Any] | None:
         """Nothing but the output may come out of a call that is split."""
-        self._trying, self._escaped = True, _is_looked_into(module)
+        self._trying, self._escaped = True, _is_looked_into(module) or self._has_others_parameters(module)
         log = self._root.__dict__.get("log")
         traces: list[list[_Traces]] = []
 
@@ -209,6 +297,11 @@ class _Trial:
             else:
                 self._root.__dict__["log"] = log
         return None if self._escaped else found
+
+    def _has_others_parameters(self, module: nn.Module) -> bool:
+        """Whether the step has put other tensors in the place of parameters (``functional_call``)."""
+        now, own = list(module.parameters()), self._parameters[module]
+        return len(now) != len(own) or not all(map(operator.is_, now, own))
 
     def _note_escape(self, *args: Any, **kwargs: Any) -> None:
         self._escaped = True
@@ -244,37 +337,29 @@ def _is_looked_into(module: nn.Module) -> bool:
 
 
 def _loss(module: nn.Module, batch: Any, loss_of: LossOf) -> Tensor | None:
-    batch = map_tree(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
-    with comparable(module), torch.no_grad():
-        loss = loss_of(batch)
-        return None if loss is None else loss.detach().clone()
+    return _run(module, [batch], [0], loss_of)[0][0]
 
 
-def _with_labels_masked(batch: Any) -> Any | None:
-    """The batch with half of the first sample's labels ignored, where it has labels for tokens."""
-    if not hasattr(batch, "keys"):
-        return None
-    for name in LABEL_FIELDS:
-        labels = batch[name] if name in batch else None  # noqa: SIM401  (BatchEncoding.get knows no default)
-        if isinstance(labels, Tensor) and not labels.is_floating_point() and labels.ndim >= 2 and labels.shape[1] > 2:
-            masked = copy.copy(batch)
-            masked[name] = labels.clone()
-            masked[name][0, labels.shape[1] // 2 :] = IGNORED_LABEL
-            return masked
-    return None
+def _own(batch: Any) -> Any:
+    return map_tree(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 @contextmanager
-def comparable(module: nn.Module) -> Iterator[None]:
+def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
     """A batch and its parts compute the same in it, if the loss allows: without randomness, and with the running
     statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
     :func:`undone`.
     """
-    with undone(module), _Repeatable():
-        for submodule in module.modules():
-            if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
-                submodule.training = False
-        yield
+    repeatable = _Repeatable()
+    with undone(module):
+        try:
+            with repeatable:
+                for submodule in module.modules():
+                    if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
+                        submodule.training = False
+                yield repeatable
+        finally:
+            repeatable.put_back()
 
 
 @contextmanager
@@ -363,18 +448,51 @@ def _holds(container: Any, contents: Any) -> bool:
     return len(container) == len(contents) and all(map(operator.is_, container, contents))
 
 
+_WRITING = {"out", "max_norm", "inplace"}
+"""Arguments of functions that may write to what they are given."""
+
+
 class _Repeatable(TorchFunctionMode):
-    """No randomness, so that a batch and its parts can be compared; and parameters that cannot be changed."""
+    """No randomness, so that a batch and its parts can be compared; and changes of parameters that can be put back.
+
+    A sample's random numbers are its own: the same ones in the whole batch and in a part of it.
+    """
 
     _IDENTITIES = {
         functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
         functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout,
         torch.feature_dropout, torch.feature_alpha_dropout,
     }  # fmt: skip
-    _ZEROS: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
+    _DRAWS: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
         torch.randn: torch.zeros, torch.randn_like: torch.zeros_like,
         torch.rand: torch.zeros, torch.rand_like: torch.zeros_like,
     }  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ignored_labels: set[int] = set()
+        """Labels that means over labels did not count."""
+        self._kept: dict[int, tuple[nn.Parameter, Tensor, Tensor, bool]] = {}
+        """Parameters that the step could write to: with their memory, what was in it, and whether they are trained."""
+        self._first = self._samples = self._draws = 0
+
+    def begin(self, samples: int) -> None:
+        """The next samples of the batch come."""
+        self._first += self._samples
+        self._samples = samples
+        self._draws = 0
+
+    def written_parameters(self) -> list[nn.Parameter]:
+        """Those that are not what they were."""
+        return [p for p, _, value, _ in self._kept.values() if not torch.equal(p.detach(), value)]
+
+    def put_back(self) -> None:
+        """Undoes what was written to parameters."""
+        for parameter, memory, value, trained in self._kept.values():
+            memory.copy_(value)
+            parameter.data = memory
+            parameter.requires_grad_(trained)
+        self._kept = {}
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -383,11 +501,13 @@ class _Repeatable(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if func in self._IDENTITIES:
             return args[0] if args else kwargs["input"]
-        if (constant := self._ZEROS.get(func)) is not None:
+        if (constant := self._DRAWS.get(func)) is not None:
             kwargs.pop("generator", None)
-            return constant(*args, **kwargs)
+            return self._drawn(constant(*args, **kwargs), torch.randn if name.startswith("randn") else torch.rand)
         if name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_"):
-            return args[0].zero_()
+            if isinstance(args[0], nn.Parameter):
+                self._keep(args[:1])
+            return self._drawn(args[0].zero_(), torch.randn if name == "normal_" else torch.rand)
         if func is functional.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
             if len(args) > 4:
@@ -398,29 +518,50 @@ class _Repeatable(TorchFunctionMode):
         elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) > 5:
             position = 5 if isinstance(args[4], int) and not isinstance(args[4], bool) else 6
             args = (*args[:position], 0.0, *args[position + 1 :])
-        elif any_parameter((*args, *kwargs.values()), _is_parameter):
-            if name == "__get__" and getattr(getattr(func, "__self__", None), "__name__", "") == "data":
-                return args[0].detach().clone()
-            if name in ("__set__", "requires_grad_"):
-                args = (args[0].detach().clone(), *args[1:])
-            elif not is_about_the_object(func):
-                # Whatever it is, and whatever views of it are handed on: what changes is a copy.
-                args = tuple(map(_copied, args))
-                kwargs = {key: _copied(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+        elif func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+            self.ignored_labels.add(kwargs.get("ignore_index", IGNORED_LABEL))
+        parameters = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, nn.Parameter)]
+        if not parameters:
+            return func(*args, **kwargs)
+        written = name in ("__set__", "__setitem__") or name.startswith("__i")
+        written |= any(value is not None and value is not False for key, value in kwargs.items() if key in _WRITING)
+        if written or (name.endswith("_") and not name.endswith("__")):
+            self._keep(parameters)
+        result = func(*args, **kwargs)
+        memory = {_address(item) for item in _flat((result,)) if isinstance(item, Tensor)}
+        self._keep([parameter for parameter in parameters if _address(parameter) in memory])
+        return result
+
+    def _keep(self, parameters: Sequence[Any]) -> None:
+        for parameter in parameters:
+            if id(parameter) not in self._kept:
+                memory = parameter.data
+                self._kept[id(parameter)] = (parameter, memory, memory.clone(), parameter.requires_grad)
+
+    def _drawn(self, zeros: Tensor, draw: Callable[..., Tensor]) -> Tensor:
+        """What the samples at hand draw; zeros where it is not known which they are."""
+        self._draws += 1
+        samples = self._samples
+        if not samples or not zeros.is_floating_point() or zeros.ndim == 0 or zeros.size(0) % samples:
+            return zeros
+        each = zeros.size(0) // samples
+        for sample in range(samples):
+            generator = torch.Generator().manual_seed(1_000_003 * self._draws + self._first + sample)
+            rows = draw((each, *zeros.shape[1:]), generator=generator)
+            zeros.detach()[sample * each : (sample + 1) * each] = rows.to(zeros.device, zeros.dtype)
+        return zeros
 
 
-def _is_parameter(value: object) -> bool:
-    return isinstance(value, nn.Parameter)
+def _flat(items: Sequence[Any]) -> Iterator[Any]:
+    for item in items:
+        if type(item) in (list, tuple):
+            yield from _flat(item)
+        else:
+            yield item
 
 
-def _copied(value: Any) -> Any:
-    """The value with a copy of each parameter, in lists and tuples, too. Gradients lead to the parameters."""
-    if isinstance(value, nn.Parameter):
-        return value.clone()
-    if type(value) in (list, tuple):
-        return type(value)(map(_copied, value))
-    return value
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
 
 
 def _without_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -187,3 +188,14 @@ def _reduce(values: Sequence[Any], weights: Sequence[float], reduce_fx: Any) -> 
         return reduced.item()
     dtype = values[0].dtype
     return reduced.to(dtype if dtype.is_floating_point or name != "mean" else torch.get_default_dtype())
+
+
+@contextmanager
+def logging_nothing(trainer: "pl.Trainer") -> Iterator[None]:
+    """Loggers are not told of what happens meanwhile; steps find others in their place that take anything."""
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers

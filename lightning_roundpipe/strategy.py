@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
@@ -42,7 +42,7 @@ from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.splitting import (
     Evidence,
     LossOf,
-    count_labels,
+    compare,
     find_split_calls,
     gather_evidence,
     undone,
@@ -56,7 +56,7 @@ from lightning_roundpipe.state.optimizer import (
     holds_parameters_elsewhere,
     needs_closure,
 )
-from lightning_roundpipe.step_logging import StepLogging, current_microbatch
+from lightning_roundpipe.step_logging import StepLogging, current_microbatch, logging_nothing
 from lightning_roundpipe.step_profiling import StepProfiling, recording_nothing
 from lightning_roundpipe.trees import map_tree
 
@@ -381,9 +381,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._begin_window(pipeline, trainer)
         batch, rest = args[0], args[1:]
         training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
-        if self._decided is None and self.split != "whole" and self._wanted() > 1:
-            with recording_nothing(trainer.profiler):  # type: ignore[attr-defined]
-                self._decide(pipeline, batch, lambda part: loss_in(training_step(part, *rest, **kwargs)))
+        if self.split != "whole" and self._wanted() > 1 and (self._decided is None or self._looks_again(pipeline)):
+            with recording_nothing(trainer.profiler), logging_nothing(trainer):  # type: ignore[attr-defined]
+                step = self._loss_of(lambda part: loss_in(training_step(part, *rest, **kwargs)))
+                if self._decided is None or not self._still_right(batch, step):
+                    self._decide(pipeline, batch, step)
         pieces, sizes = self._split(batch)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
@@ -477,20 +479,62 @@ class RoundPipeStrategy(MultiProcessStrategy):
             return [batch], [1]
         return mb.split(batch, sizes), sizes
 
-    def _decide(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
-        """How the batches of this fit are split, by the evidence of the first one."""
+    def _looks_again(self, pipeline: Pipeline) -> bool:
+        """Whether it is time to. Steps may change (an auxiliary loss sets in, say), mostly early or with an epoch."""
+        assert self._trainer is not None
+        if self.split != "auto" or self._decided is None or self._decided[0] != "step":
+            return False
+        begins = self._trainer.fit_loop.epoch_loop.batch_idx == 0
+        return begins or pipeline.batches & (pipeline.batches - 1) == 0  # ever more rarely
+
+    def _still_right(self, batch: Any, loss_of: LossOf) -> bool:
+        """Whether the microbatches still give what the whole batch gives."""
+        module = self.lightning_module
+        assert module is not None and self._decided is not None
+        weight = self._decided[1]
+        self.settle()
+        try:
+            with undone(module):
+                if len(self._cut(batch)[0]) == 1:
+                    return True
+            evidence = compare(module, batch, self._cut, loss_of, {weight_name(weight): weight})
+        except Exception:  # the step itself will raise it, if it is the step's
+            return True
+        if evidence is None or evidence.fits:
+            return True
+        rank_zero_warn(
+            f"roundpipe: split='step' with loss_weight={weight_name(weight)!r}, found by the first batch, is no longer"
+            f" right: {evidence.describe()}. That is corrected now, but batches before this one may have had gradients"
+            " other than the whole batch's: at most since the epoch began, or for half of the batches so far. To have"
+            " none, set split='model'."
+        )
+        self._decided = None
+        return False
+
+    def _loss_of(self, step: LossOf) -> LossOf:
         module = self.lightning_module
         assert module is not None
-        if self.split != "model" and self._own_split is not None:
-            with undone(module):
-                self._cut(batch)  # what it raises is for the user to see
 
         def loss_of(part: Any) -> Tensor | None:
-            module.__dict__["log"] = lambda *args, **kwargs: None  # undone with the other attributes
+            for name in ("log", "print"):  # undone with the other attributes
+                module.__dict__[name] = lambda *args, **kwargs: None
             with self.precision_plugin.train_step_context():
                 with torch.compiler.set_stance("force_eager"):  # not compiled for the sake of one batch
                     return step(part)
 
+        return loss_of
+
+    def _decide(self, pipeline: Pipeline, batch: Any, loss_of: LossOf) -> None:
+        """How the batches of this fit are split, by the evidence of the first one."""
+        module = self.lightning_module
+        assert module is not None
+        if isinstance(batch, Iterator):
+            self._decided = ("whole", self.loss_weight)
+            rank_zero_info("roundpipe: split='whole', because training_step fetches its batches by itself.")
+            return
+        if self.split != "model" and self._own_split is not None:
+            with undone(module):
+                self._cut(batch)  # what it raises is for the user to see
         self.settle()
         why = "because that was asked for"
         try:
@@ -508,7 +552,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                     if evidence.fits:
                         self._decide_for_step(evidence)
                         return
-                    why = f"because the loss couples samples: {evidence.describe()}"
+                    why = f"because {'' if evidence.accumulates else 'the loss couples samples: '}{evidence.describe()}"
                 elif self._own_split is not None or mb.can_be_split(batch):
                     return  # a single sample
                 else:
@@ -535,17 +579,16 @@ class RoundPipeStrategy(MultiProcessStrategy):
         names = {module: name for name, module in module.named_modules()}
         called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
         rank_zero_info(
-            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches. A loss"
-            " that is a mean over samples would be faster, with split='step'."
+            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches."
+            " split='step' is faster, where nothing but a mean over samples is computed."
         )
 
     def _decide_for_step(self, evidence: Evidence) -> None:
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
         # have different numbers of them.
         preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
-        best = next((name for name in preferred if name in evidence.fits), evidence.fits[0])
-        weight = {"count_labels": count_labels}.get(best, best)
-        self._decided = ("step", self.loss_weight if callable(self.loss_weight) else weight)
+        best = next(name for name in (*preferred, *evidence.fits) if name in evidence.fits)
+        self._decided = ("step", evidence.fits[best])
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(
@@ -824,7 +867,9 @@ def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None
     if name in evidence.fits:
         return
     if evidence.fits:
-        remedy = f"It does with loss_weight={evidence.fits[0]!r}."
+        remedy = f"It does with loss_weight={next(iter(evidence.fits))!r}."
+    elif evidence.accumulates:
+        remedy = "Use split='auto' or split='model', unless that is meant."
     else:
         remedy = "The loss couples samples: use split='auto' or split='model', unless the loss of each part is meant."
     rank_zero_warn(

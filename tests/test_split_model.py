@@ -403,3 +403,94 @@ def test_a_split_is_found_or_not() -> None:
     assert find_split(lambda x: x.add_(1), (x,), {}, 3) is None
     found = find_split(lambda x: x.cumsum(0), (x,), {}, 3)
     assert found is not None and found[0] == CallSplit((1,), (1,))
+
+
+class Cuts(nn.Module):
+    """Takes lengths as numbers, one for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor, lengths: Any) -> Tensor:
+        y = self.blocks(x)
+        return torch.stack([y[i, : lengths[i]].sum(0) for i in range(len(y))])
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_with_a_number_for_each_sample(kind: Callable[..., Any]) -> None:
+    """All lengths are the same at first. Later each microbatch would take those of the first samples."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = ([5] * 6, [1, 2, 3, 4, 5, 1], [3, 1, 4, 1, 5, 2])
+    data = [(torch.randn(6, 5, 4, generator=draw).double(), kind(each)) for each in lengths]
+    model = Model(Cuts(), lambda model, batch: model(*batch).var(0).mean()).double()
+    assert way(assert_as_plain(model, data, 3, 2, "model")) == "model"
+
+
+class StraightThrough(nn.Module):
+    """Returns a mean over samples that has the same value for all of them, but not the same gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.blocks(x)
+        return y, y.mean() - y.mean().detach() + 1
+
+
+def test_a_constant_value_with_a_gradient() -> None:
+    def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
+        y, one = model(batch[0])
+        return y.var() * one
+
+    assert way(assert_as_plain(Model(StraightThrough(), loss).double(), batches(), 3, 2, "auto")) == "model"
+
+
+def test_outputs_that_do_not_fit_together() -> None:
+    """Each microbatch is padded to a length of its own, in later batches only."""
+
+    class Pads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = blocks()
+
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return self.blocks(x)[:, : int(lengths.max())]
+
+    x = torch.randn(6, 5, 4).double()
+    data = [(x, torch.tensor([5] * 6)), (x, torch.tensor([1, 2, 5, 4, 3, 1]))]
+    model = Model(Pads(), lambda model, batch: model(*batch).var()).double()
+    with pytest.raises(RuntimeError, match=r"(?s)call of Model.*do not fit together.*split='whole'"):
+        fit(model, data, RoundPipeStrategy(microbatches=3, split="model"), devices=2)
+
+
+class GivesItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.blocks(x), x, x[:, :2], self.blocks[0][0].weight
+
+
+@pytest.mark.parametrize("split", ["model", "auto"])
+def test_outputs_that_are_arguments_or_parameters(split: str) -> None:
+    def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
+        y, x, part, weight = model((batch[0] * model.temperature).sin())
+        return y.var() + (x * y).std() + part.var() + weight.norm()
+
+    assert way(assert_as_plain(Model(GivesItsWeight(), loss).double(), batches(), 3, 2, split)) == "model"
+
+
+def test_layers_are_split_after_a_batch_that_ran_whole() -> None:
+    """A first batch of one sample shows what layers are like, but not how to split their calls."""
+
+    def loss(model: Model, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x = batch[0]
+        for block in model.net.blocks:
+            x = torch.tanh(block(x)) + x.mean(0)
+        return (model.net.head(x) @ model.net.head(batch[1]).T).square().mean() * model.temperature
+
+    model = Model(Blocks(), loss).double()
+    assert way(assert_as_plain(model, batches((1, 8, 7, 8)), 3, 2, "auto")) == "model"

@@ -74,6 +74,11 @@ class CallSplit:
                     )
                 joined.append(column[0])
             elif all(isinstance(leaf, Tensor) and leaf.ndim > dim for leaf in column):
+                shapes = [tuple(leaf.shape) for leaf in column]
+                if len({(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}) > 1:
+                    raise CannotSplitError(
+                        f"its microbatches returned tensors of shapes {shapes}, which do not fit together"
+                    )
                 joined.append(torch.cat([leaf.detach() for leaf in column], dim))
             else:
                 raise CannotSplitError("it returned something else than a tensor where it returned one before")
@@ -109,6 +114,7 @@ def find_split(
     leaves, rebuild = flatten((args, dict(kwargs)))
     if not all(_is_plain(leaf) for leaf in leaves):
         return None
+    columns = {length for argument in (*args, *kwargs.values()) for length in _lengths_of_columns(argument)}
 
     def outcome(part: Sequence[Any]) -> tuple[list[Any], Any]:
         own = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in part]
@@ -126,6 +132,8 @@ def find_split(
         for inputs in _candidates(leaves):
             split = CallSplit(inputs, ())
             sizes = split.sizes(leaves, microbatches)
+            if sum(sizes) in columns:  # of which each part would get all, and take the first ones for its own
+                continue
             try:
                 parts = [outcome(part)[0] for part in split.cut(leaves, sizes)]
             except _ChangesItsArguments:
@@ -139,6 +147,18 @@ def find_split(
     except _ChangesItsArguments:
         return None
     return None
+
+
+def _lengths_of_columns(tree: Any) -> Iterator[int]:
+    """The lengths of lists and tuples that hold something else than tensors, maybe for each sample."""
+    opened = open_container(tree)
+    if opened is None:
+        return
+    items = opened[0]
+    if isinstance(tree, (list, tuple)) and items and not any(isinstance(item, Tensor) for item in items):
+        yield len(items)
+    for item in items:
+        yield from _lengths_of_columns(item)
 
 
 class _ChangesItsArguments(Exception):

@@ -109,7 +109,8 @@ class FanOut(Batch):
         self._differentiable = [
             i
             for i, column in enumerate(zip(*self._outputs, strict=True))
-            if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in column)
+            if not isinstance(column[0], nn.Parameter)  # which is the caller's as it is
+            and any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in column)
         ]
         if self._differentiable:
             inputs = [leaves[i] for i in self.gradient_inputs]
@@ -129,8 +130,9 @@ class FanOut(Batch):
             dim = self._split.outputs[i]
             if gradient is None:
                 continue
-            if dim is None:  # the same in every microbatch, so that of the first one is taken
-                self._seeds[0][number] = gradient
+            if dim is None:  # the same in every microbatch, as a constant or as a mean over samples
+                for seeds, size in zip(self._seeds, self._sizes, strict=True):
+                    seeds[number] = gradient * (size / sum(self._sizes))
                 continue
             lengths = [part[number].size(dim) for part in self._outputs]
             for seeds, start, length in zip(self._seeds, offsets(lengths), lengths, strict=True):

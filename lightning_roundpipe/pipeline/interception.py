@@ -80,12 +80,16 @@ class Interception:
         self._split: list[_SplitForward] = []
         self._checkpointing: list[dict[str, Any]] = []
         self._compiled: list[tuple[dict[str, Any], str, Any]] = []
-        for layer in layers:
-            layer.intercept = _InterceptedForward(layer)
+        self._intercepts = [_InterceptedForward(layer) for layer in layers]
+        for layer, intercept in zip(layers, self._intercepts, strict=True):
+            layer.intercept = intercept
 
     def split_calls(self, modules: Iterable[nn.Module]) -> None:
         """Calls of these modules, too, are intercepted."""
-        self._split = [_SplitForward(module) for module in modules]
+        chosen = {id(module): module for module in modules}
+        for layer, intercept in zip(self._layers, self._intercepts, strict=True):
+            intercept.splits = chosen.pop(id(layer.module), None) is not None
+        self._split = [_SplitForward(module) for module in chosen.values()]
 
     def install(self) -> None:
         """Also switches off compiled code around the layers, and transformers' gradient checkpointing of them: the
@@ -106,7 +110,7 @@ class Interception:
             attributes = layer.module.__dict__
             layer.own_forward = attributes.get("forward")
             attributes["forward"] = layer.intercept
-        for split in self._split:  # around a layer's, if it is one
+        for split in self._split:
             split.put_on()
 
     def remove(self) -> None:
@@ -143,8 +147,14 @@ def _compiled_around(root: nn.Module, layers: Sequence[Layer]) -> Iterator[tuple
             yield attributes, "_compiled_call_impl", None
 
 
+def _split_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The output of a call that this thread's handler splits, else NotImplemented."""
+    splitter: SplitHandler | None = getattr(_current, "splitter", None)
+    return NotImplemented if splitter is None else splitter(module, args, kwargs)
+
+
 class _SplitForward:
-    """The ``forward`` of a module whose calls may be split."""
+    """The ``forward`` of a module that holds layers and whose calls may be split."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -165,12 +175,8 @@ class _SplitForward:
 
     @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        splitter: SplitHandler | None = getattr(_current, "splitter", None)
-        if splitter is not None:
-            output = splitter(self._module, args, kwargs)
-            if output is not NotImplemented:
-                return output
-        return self._plain()(*args, **kwargs)
+        output = _split_call(self._module, args, kwargs)
+        return self._plain()(*args, **kwargs) if output is NotImplemented else output
 
     def _plain(self) -> Callable[..., Any]:
         return self._own if self._own is not None else MethodType(type(self._module).forward, self._module)
@@ -191,10 +197,14 @@ class _InterceptedForward:
 
     def __init__(self, layer: Layer) -> None:
         self._layer = layer
+        self.splits = False
+        """Whether its calls may be split."""
 
     @torch.compiler.disable  # a compiled function that calls layers is interrupted there
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer = self._layer
+        if self.splits and (output := _split_call(layer.module, args, kwargs)) is not NotImplemented:
+            return output
         handler: CallHandler | None = getattr(_current, "handler", None)
         if handler is not None and layer.has_own_parameters():
             return handler(layer, args, kwargs)

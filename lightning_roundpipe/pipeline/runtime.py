@@ -507,6 +507,9 @@ class Pipeline(CallOwner):
         mode = microbatch.mode
         if split is None or torch.is_inference_mode_enabled() or in_checkpoint():
             return NotImplemented  # a checkpoint's recompute could not see what threads of their own have saved
+        inside = set(module.modules())
+        if not all(layer.has_own_parameters() for layer in self.layers if layer.module in inside):
+            return NotImplemented  # others stand there for a moment (functional_call)
         assert mode is not None
         leaves, rebuild = flatten((args, kwargs))
         with _without(mode), _naming(module):

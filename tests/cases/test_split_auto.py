@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
@@ -92,7 +95,7 @@ class LeavesTraces(Net):
 
     def __init__(self) -> None:
         super().__init__(nn.BatchNorm1d(1), lin(1), nn.Dropout(0.5), lin(2), optimizer=sgd(0.1))
-        self.teacher = lin(1).requires_grad_(False)
+        self.teacher = lin(5).requires_grad_(False)
         self.metric = MeanMetric()
         self.seen: list[int] = []
         self.steps = 0
@@ -103,7 +106,7 @@ class LeavesTraces(Net):
         self.steps += 1
         self.noise = float(torch.rand(()))
         self.metric.update(batch)
-        self.teacher.weight.data.mul_(2)
+        self.teacher.weight.data.zero_()
         with torch.no_grad():
             self.teacher.weight.add_(1)
         loss = self.net(batch).mean()
@@ -169,3 +172,250 @@ def test_the_update_does_not_depend_on_the_number_of_microbatches(way: Way, loss
     module = Net(lin(2), lin(3), lin(5), loss=lambda m, b: getattr(m.net(b), loss)(), optimizer=sgd(0.001))
     fit(module, [X], way)
     assert weights(module) == near([2 - 0.001 * right[0], 3 - 0.001 * right[1], 5 - 0.001 * right[2]])
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def hidden() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5)]
+
+
+def assert_as_plain(make: Callable[[], L.LightningModule], batches: list[Any], m: int = 3) -> None:
+    """Everything that training leaves in the module's state is what one device leaves there."""
+    modules = [make().double(), make().double()]
+    fit(modules[0], batches, PLAIN)
+    with warnings.catch_warnings():  # the first batch has to know
+        warnings.filterwarnings("error", message=".*no longer right")
+        fit(modules[1], batches, Way(m, 2))
+    for (name, expected), value in zip(modules[0].state_dict().items(), modules[1].state_dict().values(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def tokens(masks: list[Tensor]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    labels = [torch.randint(0, 5, (8, 6), generator=torch.Generator().manual_seed(i)) for i in range(len(masks))]
+    return [(draw(8, 6, 4, seed=i), y, mask) for i, (y, mask) in enumerate(zip(labels, masks, strict=True))]
+
+
+ALL = torch.ones(8, 6, dtype=torch.bool)
+SOME = draw(8, 6, seed=5) > 0.3
+
+
+def per_token(module: Net, batch: Any) -> Tensor:
+    return cross_entropy(module.net(batch[0]).transpose(1, 2), batch[1], reduction="none")
+
+
+def masked_mean(module: Net, batch: Any) -> Tensor:
+    return (per_token(module, batch) * batch[2]).sum() / batch[2].sum()
+
+
+def of_kind(kind: torch.dtype) -> Callable[[Net, Any], Tensor]:
+    return lambda module, batch: masked_mean(module, (*batch[:2], batch[2].to(kind)))
+
+
+def ignoring(value: int) -> Callable[[Net, Any], Tensor]:
+    def loss(module: Net, batch: Any) -> Tensor:
+        labels = torch.where(batch[2], batch[1].clamp(min=1), value)
+        return cross_entropy(module.net(batch[0]).transpose(1, 2), labels, ignore_index=value)
+
+    return loss
+
+
+@pytest.mark.parametrize("m", [2, 3, 4])
+@pytest.mark.parametrize("loss", [of_kind(torch.bool), of_kind(torch.float64), ignoring(-100), ignoring(0)])
+def test_masks_that_hide_nothing_in_the_first_batch(loss: Callable[[Net, Any], Tensor], m: int) -> None:
+    """A mean over tokens taken for one over samples, since the first batch has no padding."""
+    assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), tokens([ALL, SOME, SOME, ALL, SOME]), m)
+
+
+@pytest.mark.parametrize("value", [0, -100])
+@pytest.mark.parametrize("name", ["labels", "y"])
+def test_ignored_labels_that_the_first_batch_has_none_of(name: str, value: int) -> None:
+    """Padding labels have another value than -100, or no name that tells."""
+
+    def loss(module: Net, batch: dict[str, Tensor]) -> Tensor:
+        return cross_entropy(module.net(batch["x"]).transpose(1, 2), batch[name], ignore_index=value)
+
+    batches = [
+        {"x": x, name: torch.where(mask, labels.clamp(min=1), value)} for x, labels, mask in tokens([ALL, SOME, SOME])
+    ]
+    assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), batches)
+
+
+def test_weights_of_samples_that_are_ones_in_the_first_batch() -> None:
+    def loss(module: Net, batch: Any) -> Tensor:
+        x, weight = batch
+        return (module.net(x).square().mean(-1) * weight).sum() / weight.sum()
+
+    weight = torch.tensor([1.0, 2, 3, 4, 0, 1, 1, 0.5]).double()
+    batches = [(draw(8, 4), torch.ones(8).double()), (draw(8, 4, seed=1), weight), (draw(8, 4, seed=2), weight)]
+    assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), batches)
+
+
+def test_a_head_of_zeros() -> None:
+    """All losses are the same at first, so that any weighting fits them."""
+
+    def make() -> Net:
+        net = Net(*hidden(), loss=masked_mean, optimizer=sgd(0.1))
+        nn.init.zeros_(net.net[-1].weight)
+        nn.init.zeros_(net.net[-1].bias)
+        return net
+
+    assert_as_plain(make, tokens([SOME, SOME, ALL]))
+
+
+class BatchNorm(nn.Module):
+    """Couples samples, but for its gain of zero at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        return x + self.gain * (y - y.mean(0)) / y.std(0)
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: m.net(b).square().mean(), lambda m, b: m.net(b).var()])
+def test_a_gain_of_zero(loss: Callable[[Net, Any], Tensor]) -> None:
+    def make() -> Net:
+        torch.manual_seed(0)
+        return Net(BatchNorm(), BatchNorm(), loss=loss, optimizer=sgd(0.1))
+
+    assert_as_plain(make, [draw(8, 4, seed=i) for i in range(3)])
+
+
+def by_data(teacher: nn.Parameter, student: Tensor) -> None:
+    teacher.data = 0.9 * teacher.data + 0.1 * student.data
+
+
+def by_data_in_place(teacher: nn.Parameter, student: Tensor) -> None:
+    teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+def in_place(teacher: nn.Parameter, student: Tensor) -> None:
+    with torch.no_grad():
+        teacher.lerp_(student, 0.1)
+
+
+def by_item(teacher: nn.Parameter, student: Tensor) -> None:
+    with torch.no_grad():
+        teacher[:] = 0.9 * teacher + 0.1 * student
+
+
+def by_view(teacher: nn.Parameter, student: Tensor) -> None:
+    teacher.detach().view(-1).mul_(0.9).add_(student.detach().view(-1), alpha=0.1)
+
+
+def by_foreach(teacher: nn.Parameter, student: Tensor) -> None:
+    with torch.no_grad():
+        torch._foreach_lerp_([teacher], [student], 0.1)
+
+
+def by_out(teacher: nn.Parameter, student: Tensor) -> None:
+    with torch.no_grad():
+        torch.add(0.9 * teacher, student, alpha=0.1, out=teacher)
+
+
+@pytest.mark.parametrize("update", [by_data, by_data_in_place, in_place, by_item, by_view, by_foreach, by_out])
+def test_a_teacher_and_a_queue_that_the_step_updates(update: Callable[[nn.Parameter, Tensor], None]) -> None:
+    """Momentum contrast. The loss fits samples; but the teacher moves once per microbatch, or in the extra runs."""
+
+    class Contrast(Net):
+        def __init__(self) -> None:
+            torch.manual_seed(0)
+            super().__init__(*hidden(), optimizer=sgd(0.1))
+            self.teacher = nn.Sequential(*hidden()).requires_grad_(False)
+            self.register_buffer("queue", draw(5, 16))
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            query = self.net(batch)
+            for teacher, student in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                update(teacher, student)
+            with torch.no_grad():
+                key = self.teacher(batch)
+            logits = torch.cat([(query * key).sum(1, keepdim=True), query @ self.queue.clone()], 1)
+            self.queue = torch.cat([key.T, self.queue], 1)[:, :16]
+            return cross_entropy(logits, torch.zeros(len(batch), dtype=torch.long))
+
+    assert_as_plain(Contrast, [draw(8, 4, seed=i) for i in range(3)])
+
+
+def test_a_number_that_decays_with_every_step() -> None:
+    """A temperature that is annealed once per microbatch."""
+
+    class Anneals(Net):
+        tau = 1.0
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.tau *= 0.999999
+            return (self.net(batch) / self.tau).square().mean()
+
+    taus = []
+    for way in (PLAIN, Way(3, 2)):
+        module = Anneals(*hidden(), optimizer=sgd(0.1)).double()
+        fit(module, [draw(8, 4, seed=i) for i in range(3)], way)
+        taus.append(module.tau)
+    assert taus[0] == taus[1]
+
+
+def test_a_loss_that_sets_in_later() -> None:
+    """The first batch's step is a mean over samples; later ones couple them."""
+
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        y = module.net(batch)
+        return y.square().mean() + (y.var(0).mean() if module.current_epoch > 0 else 0)
+
+    module, plain = (Net(*hidden(), loss=loss, optimizer=sgd(0.1)).double() for _ in range(2))
+    batches = [draw(8, 4, seed=i) for i in range(5)]
+    fit(plain, batches, PLAIN, max_epochs=3)
+    with pytest.warns(UserWarning, match="no longer right"):
+        fit(module, batches, Way(3, 2), max_epochs=3)
+    for value, expected in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_random_mask_is_none_that_hides_nothing() -> None:
+    """Numbers that the extra runs draw are those of a sample, not zeros: `rand() < p` is not always true."""
+
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        mask = torch.rand(len(batch), 6) < 0.4
+        return (module.net(batch).square().mean(-1) * mask).sum() / mask.sum()
+
+    def noisy(module: Net, batch: Tensor) -> Tensor:
+        return (module.net(batch + torch.randn_like(batch)) - torch.rand(len(batch), 6, 1)).square().mean()
+
+    for step, expected in ((loss, "model"), (noisy, "step")):
+        trainer = fit(Net(*hidden(), loss=step, optimizer=sgd(0.1)), [draw(8, 6, 4).float()] * 2, Way(3, 2))
+        assert trainer.strategy._decided[0] == expected  # type: ignore[attr-defined]
+
+
+def test_loggers_are_told_once() -> None:
+    class Counts(DummyLogger):
+        told = 0
+
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            self.told += 1
+
+    class Tells(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            self.logger.log_metrics({"x": 1.0})
+            return self.net(batch).var()
+
+    logger = Counts()
+    fit(Tells(*hidden(), optimizer=sgd(0.1)), [draw(8, 4).float()] * 3, Way(3, 2), logger=logger)
+    assert logger.told == 3
+
+
+def test_a_step_that_fetches_its_batches() -> None:
+    """Extra runs would take batches away."""
+
+    class Fetches(Net):
+        def training_step(self, dataloader_iter: Any) -> Tensor:  # type: ignore[override]
+            batch, _, _ = next(dataloader_iter)
+            return self.net(batch).square().mean()
+
+    assert_as_plain(lambda: Fetches(*hidden(), optimizer=sgd(0.1)), [draw(8, 4, seed=i) for i in range(3)])
