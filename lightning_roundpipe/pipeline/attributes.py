@@ -5,7 +5,8 @@ after a layer call must not find what another has set in between; one that adds 
 So a microbatch that takes the baton sees what it has set itself, or else what those before it have set.
 
 That is the order of a plain loop, but for what one microbatch reads at a point of the step that comes before the point
-where the one before it writes. The first batch shows whether there is such state.
+where the one before it writes. The first batch shows whether there is such state. Where only later batches differ, a
+microbatch that comes to a value after a later one has changed it is an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.replica import Layer, same_items
@@ -92,6 +93,8 @@ class ModuleAttributes:
         """Modules within layers whose attributes the code between layers sets, as the first batch has shown."""
         self._private: dict[Key, bool] = {}
         self._uses: dict[Key, Use] = {}
+        self._made_anew: set[Key] = set()
+        """Attributes that each step of the first batch set before it read them, so that nothing goes on from them."""
         self._watched = {id(module): module for module in can_be_watched(root)}
         self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
@@ -127,6 +130,8 @@ class ModuleAttributes:
                 _put(self._modules[module], name, _left_before(microbatch, (module, name), before))
         watched = self._modules if batch.records else {**self._outside, **self._inside}
         microbatch.seen = {number: (module, dict(module.__dict__)) for number, module in watched.items()}
+        if not batch.serial:
+            microbatch.versions = self._versions()
         if batch.records:
             microbatch.contents = self._contents()
             microbatch.accesses.read.clear()
@@ -134,6 +139,7 @@ class ModuleAttributes:
 
     def note(self, microbatch: Microbatch) -> None:
         """The microbatch gives the baton up."""
+        changed: list[Key] = []
         for number, (module, before) in microbatch.seen.items():
             now = module.__dict__
             if same_items(now, before):
@@ -143,6 +149,8 @@ class ModuleAttributes:
                     self._note_change(microbatch, (number, name), before.get(name, _MISSING), microbatch.stretch)
                     if number not in self._outside:
                         self._inside[number] = module
+                    elif _goes_on(before.get(name, _MISSING), now.get(name, _MISSING)):
+                        changed.append((number, name))
         if microbatch.batch.records:
             for key, (value, before_) in microbatch.contents.items():
                 if not same(contents(value), before_):
@@ -151,8 +159,11 @@ class ModuleAttributes:
                 self._use(key).read.add(microbatch.stretch)
             for key in microbatch.accesses.read_by_layer:
                 self._use(key).read_by_layers = True
+        changed += [key for key, tensor, version in microbatch.versions if tensor._version != version]
         microbatch.seen = {}
+        microbatch.versions = []
         microbatch.contents = {}
+        self._check_order(microbatch, changed)
 
     def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
         """Sets what a layer has set in its forward."""
@@ -165,6 +176,8 @@ class ModuleAttributes:
                 microbatch.seen[id(module)][1][name] = value
             if microbatch.batch.records:
                 self._use(key).set_by_layers = True
+            if _goes_on(before, value):
+                self._check_order(microbatch, [key])
 
     def end_step(self, microbatch: Microbatch) -> None:
         """First batch: finds attributes that a step sets and in the end leaves as they were, such as ``training`` or a
@@ -187,6 +200,8 @@ class ModuleAttributes:
                     self._run_serially(f"microbatches go on from what others leave in {self._name(key)}")
                 elif use.needs_order(key[0] in self._watched):
                     self._keep_order(f"microbatches go on from what those before them leave in {self._name(key)}")
+                if key[0] in self._watched and not use.read and not use.read_by_layers:
+                    self._made_anew.add(key)
             self._uses = {}
 
     def _use(self, key: Key) -> Use:
@@ -207,6 +222,35 @@ class ModuleAttributes:
         use.read.add(place)
         if microbatch.index > 0:
             use.written.add(place)
+
+    def _check_order(self, microbatch: Microbatch, changed: Iterable[Key]) -> None:
+        """
+        Raises:
+            RuntimeError: When a later microbatch has changed a value before, and so did not go on from this one's.
+        """
+        batch = microbatch.batch
+        for key in changed if not batch.serial else ():
+            last = batch.last_to_change.get(key, 0)
+            if key in self._made_anew or self._private.get(key):
+                continue
+            if last > microbatch.index:
+                raise RuntimeError(
+                    f"{self._name(key)} changes in the step, and microbatches come to it in another order than one"
+                    " after the other, which they did not in the first batch. So what they find there would not be"
+                    " what a plain run has. Keep such values out of training_step, or train with"
+                    " RoundPipeStrategy(microbatches=1)."
+                )
+            batch.last_to_change[key] = microbatch.index
+
+    def _versions(self) -> list[tuple[Key, Tensor, int]]:
+        """Tensors of modules between layers, which the code there may change in place."""
+        return [
+            ((number, name), tensor, tensor._version)
+            for number, module in self._outside.items()
+            for items in (module._buffers, module.__dict__)
+            for name, tensor in items.items()
+            if isinstance(tensor, Tensor) and not tensor.is_inference()
+        ]
 
     def _contents(self) -> dict[Key, tuple[Any, list[Any]]]:
         """What may be changed in place: in attributes and buffers of all modules, and what their code names besides."""
@@ -241,6 +285,13 @@ def _put(module: nn.Module, name: str, value: Any) -> None:
         module.__dict__.pop(name, None)
     else:
         module.__dict__[name] = value
+
+
+def _goes_on(before: Any, value: Any) -> bool:
+    """Whether a new value may be made of the one before it, as a count or a sum is."""
+    if isinstance(value, Tensor):
+        return not value.requires_grad and value is not before
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and not _same_value(before, value)
 
 
 def _same_value(a: Any, b: Any) -> bool:

@@ -51,6 +51,8 @@ class Microbatch:
         """Whether it has not had the baton yet."""
         self.before: dict[int, dict[str, Any]] = {}
         """First batch: all attributes before the step."""
+        self.versions: list[tuple[Key, Tensor, int]] = []
+        """Buffers and plain tensors of modules between layers, with their versions when it took the baton."""
         self.contents: dict[Key, tuple[Any, list[Any]]] = {}
         """First batch: what is changed in place, and what it held when it took the baton."""
         self.accesses = Accesses()
@@ -163,6 +165,8 @@ class Batch:
         """Attributes that microbatches have set, as they were before the batch."""
         self.pending_units: set[Unit] = set()
         """Units whose optimizer step was not done when the batch began."""
+        self.last_to_change: dict[Key, int] = {}
+        """The highest microbatch that has set an attribute to what may go on from its value, or changed its tensor."""
         self.settled = False
         """Whether no optimizer step can have been pending when the batch began."""
         self.used_outside: set[int] = set()
