@@ -1,7 +1,12 @@
 """Which consecutive layer calls make a stage."""
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+Cost = int | float | Fraction
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class Partition:
         return len(self.forward) + len(self.backward)
 
 
-def balance(forward_costs: Sequence[float], backward_costs: Sequence[float], *, fused: bool) -> Partition:
+def balance(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], *, fused: bool) -> Partition:
     """Cuts the calls into stages no longer than the longest single backward call.
 
     Calls are joined greedily as long as the stage stays within that limit, so a stage never takes longer than the
@@ -61,3 +66,44 @@ def balance(forward_costs: Sequence[float], backward_costs: Sequence[float], *, 
         forward.append(range(start, stop))
         start = stop
     return Partition(tuple(forward), tuple(backward), fused)
+
+
+def bound(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], stages: int) -> Partition:
+    """Cuts the calls into stages for schedules that bind them to devices: the longest as short as it can be.
+
+    Each stage runs forward and backward on the same device, so backward is the mirror of forward, nothing is fused,
+    and what counts is the sum of both.
+
+    Args:
+        forward_costs: Time of each call's forward, in call order.
+        backward_costs: Time of each call's backward including the recompute, in call order.
+        stages: Number of forward stages, and of backward stages.
+
+    Raises:
+        ValueError: There are fewer calls than stages.
+    """
+    costs = [forward + backward for forward, backward in zip(forward_costs, backward_costs, strict=True)]
+    if not 0 < stages <= len(costs):
+        raise ValueError(f"{len(costs)} layer calls cannot be cut into {stages} stages that each have one.")
+    # shortest[i]: of the first i calls in the present number of stages, the longest stage; cuts: where the last begins
+    total = [*accumulate(costs, initial=0)]
+    shortest: list[Cost] = total
+    cuts: list[list[int]] = []
+    for stage in range(1, stages):
+        row: list[Cost] = [0] * len(total)
+        cut = [0] * len(total)
+        for stop in range(stage + 1, len(total)):
+            # The later the last stage begins, the shorter it is, and the longer the stages before it.
+            start = bisect_left(range(stop), True, lo=stage, key=lambda i: shortest[i] >= total[stop] - total[i])
+            candidates = (i for i in (start - 1, start) if stage <= i < stop)
+            cut[stop] = min(candidates, key=lambda i: max(shortest[i], total[stop] - total[i]))
+            row[stop] = max(shortest[cut[stop]], total[stop] - total[cut[stop]])
+        shortest = row
+        cuts.append(cut)
+    forward: list[range] = []
+    stop = len(costs)
+    for cut in reversed(cuts):
+        forward.insert(0, range(cut[stop], stop))
+        stop = cut[stop]
+    forward.insert(0, range(0, stop))
+    return Partition(tuple(forward), tuple(reversed(forward)), fused=False)
