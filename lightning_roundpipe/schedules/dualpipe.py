@@ -1,6 +1,7 @@
 """DualPipe: two pipelines in opposite directions over the same devices."""
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 from lightning_roundpipe.schedules.schedule import Action, Schedule
 
@@ -65,3 +66,22 @@ def _line(device: int, devices: int, microbatches: int) -> Iterator[Action]:
     for _ in range(inner):
         yield from (waiting.pop(0), b(near, deferred=True))
     yield from waiting
+
+
+def overlapping(schedule: Schedule) -> dict[Action, Action]:
+    """The pairs of forward and backward that DualPipe runs at the same time: each forward, and its backward.
+
+    They are a forward of one direction and the backward of the other that follows it, but for the first on the two
+    devices in the middle. DeepSeek has one compute while the other communicates.
+    """
+    devices = len(schedule.devices)
+    half = max(action.microbatch for line in schedule.devices for action in line) // 2 + 1
+    pairs: dict[Action, Action] = {}
+    for device, line in enumerate(schedule.devices):
+        found = [
+            (first, second)
+            for first, second in pairwise(line)
+            if first.kind == "F" and second.kind == "B" and (first.microbatch < half) != (second.microbatch < half)
+        ]
+        pairs.update(found[1:] if device in (devices // 2 - 1, devices // 2) else found)
+    return pairs
