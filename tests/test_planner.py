@@ -1,0 +1,174 @@
+"""The planner finds plans at least as good as the known ones, soon, and what it says they take is what they take."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_roundpipe.schedules import Partition, balance
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.planner import Memory, plan
+from lightning_roundpipe.schedules.recurrence import time_per_batch
+from lightning_roundpipe.schedules.simulate import batches_of, simulate
+
+UNIFORM = Costs([1] * 32, [2] * 32)
+LLAMA = Costs([18.5] * 32 + [37.23], [41.21] * 32 + [74.5], hop=3.2)
+
+
+def cut(forward: list[int], backward: list[int]) -> Partition:
+    starts = [sum(forward[:i]) for i in range(len(forward))]
+    stops = [sum(backward) - sum(backward[:i]) for i in range(len(backward))]
+    return Partition(
+        tuple(range(start, start + size) for start, size in zip(starts, forward, strict=True)),
+        tuple(range(stop - size, stop) for stop, size in zip(stops, backward, strict=True)),
+        True,
+    )
+
+
+def finest(layers: int) -> Partition:
+    return cut([1] * (layers - 1), [1] * layers)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Costs, Partition, int, int]:
+    layers = draw(st.integers(1, 6))
+    each = st.lists(st.integers(0, 6), min_size=layers, max_size=layers)
+    some = st.lists(st.integers(1, 6), min_size=layers, max_size=layers)
+    costs = Costs(
+        draw(some), draw(some), draw(each), upload=draw(each), download=draw(each), optimizer=draw(each),
+        hop=draw(st.integers(0, 2)),
+    )  # fmt: skip
+    fused = draw(st.booleans())
+    top = draw(st.integers(1, layers)) if fused else 0
+
+    def sizes(left: int) -> list[int]:
+        made = []
+        while left:
+            made.append(draw(st.integers(1, left)))
+            left -= made[-1]
+        return made
+
+    split = cut(sizes(layers - top), ([top] if fused else []) + sizes(layers - top))
+    return costs, Partition(split.forward, split.backward, fused), draw(st.integers(1, 6)), draw(st.integers(1, 4))
+
+
+@given(cases(), st.sampled_from([0, 1]))
+@settings(deadline=None)
+def test_recurrence_gives_what_the_simulator_gives(case: tuple[Costs, Partition, int, int], staleness: int) -> None:
+    costs, partition, microbatches, devices = case
+    found = simulate(batches_of(partition, microbatches, devices, 30), partition, costs, staleness=staleness)
+    assert time_per_batch(partition, costs, microbatches, devices, staleness=staleness) == found.period
+
+
+@pytest.mark.parametrize(("lanes", "microbatches"), [(1, 8), (2, 8), (4, 8)])
+def test_recurrence_with_lanes(lanes: int, microbatches: int) -> None:
+    costs = Costs([1] * 9, [2] * 9, upload=[1] * 9, download=[2] * 9, optimizer=[1] * 9, add=[2] * 9, hop=1)
+    partition = balance(costs.forward, costs.backward_with_recompute(), fused=True)
+    for staleness in (0, 1):
+        found = simulate(batches_of(partition, microbatches, 4, 24, lanes), partition, costs, staleness=staleness)
+        assert time_per_batch(partition, costs, microbatches, 4, staleness=staleness, lanes=lanes) == found.period
+
+
+NAMED = [finest(32), cut([1] + [3] * 10, [1] * 32), cut([6] * 5, [2] * 16)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(("devices", "microbatches"), [(4, 5), (8, 9), (8, 16), (8, 32)])
+@pytest.mark.parametrize("lanes", [1, 2, 4, 8, None])
+def test_at_least_as_good_as_the_named_plans(
+    devices: int, microbatches: int, staleness: int, lanes: int | None
+) -> None:
+    if lanes is not None and devices % lanes:
+        return
+    found = plan(UNIFORM, microbatches, devices, staleness=staleness, lanes=lanes)
+    each = [lanes] if lanes is not None else [1, 2, 4]
+    assert found.time <= min(
+        time_per_batch(named, UNIFORM, microbatches, devices, staleness=staleness, lanes=number)
+        for named in NAMED
+        for number in each
+    )
+    assert found.time == time_per_batch(
+        found.partition, UNIFORM, microbatches, devices, staleness=staleness, lanes=found.lanes
+    )
+
+
+@given(cases(), st.sampled_from([0, 1]))
+@settings(deadline=None, max_examples=30)
+def test_never_worse_than_one_layer_per_stage(case: tuple[Costs, Partition, int, int], staleness: int) -> None:
+    costs, _, microbatches, devices = case
+    found = plan(costs, microbatches, devices, staleness=staleness)
+    one_each = finest(len(costs.forward))
+    assert found.time <= time_per_batch(one_each, costs, microbatches, devices, staleness=staleness)
+    _check(found.partition, len(costs.forward))
+
+
+def _check(partition: Partition, calls: int) -> None:
+    low = partition.backward[0].start if partition.fused else calls
+    assert [call for stage in partition.forward for call in stage] == list(range(low))
+    assert [call for stage in reversed(partition.backward) for call in stage] == list(range(calls))
+    assert all(partition.forward) and all(partition.backward)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_heavy_head(staleness: int) -> None:
+    """What a language model's head costs decides how the other layers are joined."""
+    found = plan(LLAMA, 16, 8, staleness=staleness)
+    one_each = time_per_batch(finest(33), LLAMA, 16, 8, staleness=staleness)
+    as_ever = balance(LLAMA.forward, LLAMA.backward_with_recompute(), fused=True)
+    assert found.time < 0.9 * one_each
+    assert found.time < time_per_batch(as_ever, LLAMA, 16, 8, staleness=staleness)
+    if staleness:
+        work = 16 * (sum(LLAMA.forward) + sum(LLAMA.backward))
+        assert found.time < 1.35 * work / 8  # recompute is a quarter
+
+
+def test_all_lanes_for_exact_training_where_copies_are_free() -> None:
+    found = plan(UNIFORM, 16, 8, lanes=None)
+    assert found.lanes == 8
+    assert found.time * 8 <= 16 * 32 * 4
+
+
+def test_one_lane_where_host_memory_is_slow() -> None:
+    costs = Costs([1] * 32, [2] * 32, upload=[10] * 32, download=[10] * 32, add=[10] * 32, host_links=1)
+    assert plan(costs, 16, 8, lanes=None).lanes == 1
+
+
+def test_memory_limit() -> None:
+    memory = Memory(limit=13, parameters=[2] * 32, gradients=[2] * 32, activations=[1] * 32)
+    found = plan(UNIFORM, 16, 8, staleness=1, memory=memory)
+    assert memory.needed(found.partition) <= 13
+    assert max(len(stage) for stage in found.partition.forward) <= 3
+    free = plan(UNIFORM, 16, 8, staleness=1)
+    assert memory.needed(free.partition) > 13
+    assert free.time <= found.time
+
+
+def test_memory_that_nothing_fits_into() -> None:
+    memory = Memory(limit=1, parameters=[2] * 8, gradients=[2] * 8, activations=[1] * 8)
+    found = plan(Costs([1] * 8, [2] * 8), 4, 2, memory=memory)
+    assert found.partition == finest(8)
+    assert memory.needed(found.partition) > 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("lanes", [1, None])
+def test_two_hundred_layers_within_a_second(staleness: int, lanes: int | None) -> None:
+    costs = Costs(
+        [1 + 0.01 * (layer % 7) for layer in range(199)] + [6.0], [2.0] * 199 + [12.0],
+        upload=[3.0] * 200, download=[3.0] * 200, optimizer=[1.0] * 200, hop=0.1,
+    )  # fmt: skip
+    started = time.thread_time()
+    plan(costs, 9, 8, staleness=staleness, lanes=lanes)
+    assert time.thread_time() - started < 1
+
+
+def test_the_same_costs_give_the_same_plan() -> None:
+    assert plan(LLAMA, 9, 8, staleness=1) == plan(LLAMA, 9, 8, staleness=1)
+
+
+def test_without_a_fused_stage_and_without_layers() -> None:
+    found = plan(UNIFORM, 9, 8, fused=False)
+    assert not found.partition.fused
+    _check(found.partition, 32)
+    assert plan(Costs([], []), 9, 8).time == 0
