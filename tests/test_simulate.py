@@ -384,7 +384,7 @@ def test_by_hand() -> None:
         ("F0·mb1", 1, 41, 43),
     ]
     first, second = found.by_batch[1]
-    assert (second.busy, second.bubble, second.upload, second.optimizer) == (14, 10, 4, 22)
+    assert (second.busy, second.bubble, second.upload, second.optimizer) == (14, 24, 4, 8)
     assert (first.bubble, first.upload, first.optimizer) == (21, 5, 2)
     assert found.peak_parameters == (10 + 20, 10 + 20)
     assert found.peak_live == (1, 1)

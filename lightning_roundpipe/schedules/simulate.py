@@ -31,9 +31,9 @@ class Parts:
 
     Attributes:
         busy: Computing, recomputation included.
-        bubble: Waiting for a stage's input, or with nothing left to do.
+        bubble: Waiting for a stage's input or for the end of a batch whose step is needed, or with nothing left to do.
         upload: Waiting for parameters that were on their way.
-        optimizer: Waiting for parameters that the optimizer had not stepped yet.
+        optimizer: Waiting for parameters while the optimizer was stepping.
     """
 
     busy: Cost = 0
@@ -206,6 +206,7 @@ class _Visit:
     calls: Sequence[int]  # whose parameters are copied to the device
     actions: int = 0  # that are still to come
     uploaded: Cost | None = None
+    stepping: Cost = 0  # when the step that it needs began
     published: Cost = 0
     ended: Cost | None = None
     gradients: tuple[Action, Sequence[int]] | None = None  # after which action whose gradients are copied back
@@ -329,6 +330,7 @@ class _Run:
         if room is None or step >= len(self.published):
             return None
         if step >= 0:
+            visit.stepping = self.steps[step][0]
             visit.published = max((self.published[step][call] for call in visit.calls), default=0)
         start = max(room, visit.published, self.up_free[device])
         return max(start, self.host_free) if self.costs.host_links is not None and visit.calls else start
@@ -371,7 +373,7 @@ class _Run:
     def _act(self, device: int, start: Cost) -> None:
         batch, action, visit = self.lines[device][self.position[device]]
         waited = start - self.free[device]
-        ready = min(max(self.free[device], cast(Cost, self._input(device, batch, action))), start)
+        ready = min(max(self.free[device], cast(Cost, self._input(device, batch, action)), visit.stepping), start)
         stepped = min(max(ready, visit.published), start)
         uploaded = min(max(stepped, cast(Cost, visit.uploaded)), start)
         optimizer, upload = stepped - ready, uploaded - stepped

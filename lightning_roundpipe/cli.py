@@ -1,0 +1,265 @@
+"""The commands: ``python -m lightning_roundpipe simulate`` and ``plan``."""
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_roundpipe.compare import NAMES, Outcome, compare, outcome_table
+from lightning_roundpipe.machine import GB, GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.draw import draw
+from lightning_roundpipe.schedules.partition import Partition
+from lightning_roundpipe.tracing import LayerCall, build, load, trace
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit status: 2 for what cannot be done as asked."""
+    options = _parser().parse_args(arguments)
+    console = Console()
+    try:
+        (simulate_command if options.command == "simulate" else plan_command)(options, console)
+    except (ValueError, RuntimeError, ImportError) as error:
+        Console(stderr=True).print(f"lightning_roundpipe {options.command}: {error}", markup=False)
+        return 2
+    return 0
+
+
+def simulate_command(options: argparse.Namespace, console: Console) -> None:
+    """Compares schedules on a made-up model."""
+    heads = options.head_forward > 0 or options.head_backward > 0
+    layers = options.layers
+    every = layers + heads
+    recompute = options.forward if options.recompute is None else options.recompute
+    weights = options.backward / 2 if options.weight_gradient is None else options.weight_gradient
+    costs = Costs(
+        forward=[options.forward] * layers + [options.head_forward] * heads,
+        backward=[options.backward] * layers + [options.head_backward] * heads,
+        recompute=[recompute] * layers + [options.head_forward] * heads,
+        weight_gradient=[weights] * layers + [options.head_backward / 2] * heads,
+        upload=[options.upload] * every,
+        download=[options.download] * every,
+        optimizer=[options.optimizer] * every,
+        parameters=[1] * every,
+        hop=options.hop,
+        host_links=options.host_links,
+    )
+    outcomes = _compare(costs, options, lanes=options.lanes)
+    console.print(f"{every} layers, {options.devices} devices, {options.microbatches} microbatches", highlight=False)
+    console.print(outcome_table(outcomes))
+    _explain(outcomes, console)
+    _save(costs, outcomes, options, console)
+
+
+def plan_command(options: argparse.Namespace, console: Console) -> None:
+    """Says whether a model can be trained on a machine, and how fast."""
+    machine = _machine(options)
+    precision = PRECISIONS[options.precision]
+    model, batch = build(load(options.model), load(options.batch), options.samples)
+    calls = trace(model, batch)
+    if not calls:
+        raise ValueError(f"{options.model} called none of its layers.")
+    parameters = sum(p.numel() for p in model.parameters())
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    costs, memory = machine.costs(calls, precision), machine.memory(calls, precision)
+    outcomes = _compare(costs, options, lanes=options.lanes, memory=memory)
+    console.print(
+        f"{options.model}: {parameters / 1e9:.2f} billion parameters, {trainable / 1e9:.2f} of them trained, "
+        f"{len(calls)} layer calls; {options.devices} devices, {options.microbatches} microbatches of "
+        f"{options.samples} samples",
+        highlight=False,
+    )
+    console.print(_layer_table(calls, costs, precision))
+    planned = [outcome for outcome in outcomes if outcome.name.startswith("roundpipe")]
+    for outcome in planned:
+        _say_what_fits(outcome, machine, memory.needed, (parameters, trainable), calls, precision, options, console)
+    console.print(outcome_table(outcomes, "s"))
+    console.print("A schedule that binds stages keeps their parameters on its devices:", highlight=False)
+    for outcome in outcomes:
+        if outcome not in planned and outcome.partition is not None and outcome.simulation is not None:
+            console.print("  " + _bound_memory(outcome, machine, calls, precision), highlight=False)
+    _explain(outcomes, console)
+    _save(costs, outcomes, options, console)
+
+
+def _compare(costs: Costs, options: argparse.Namespace, **more: object) -> list[Outcome]:
+    return compare(costs, options.microbatches, options.devices, names=options.schedules, **more)  # type: ignore[arg-type]
+
+
+def _machine(options: argparse.Namespace) -> Machine:
+    known = GPUS.get(options.gpu)
+    given = Gpu(
+        options.memory if options.memory is not None else (known.memory if known else 0),
+        options.tflops if options.tflops is not None else (known.tflops if known else 0),
+        options.link if options.link is not None else (known.link if known else 0),
+    )
+    if not (given.memory and given.tflops and given.link):
+        raise ValueError(
+            f"The GPU {options.gpu!r} is not known. Give --memory, --tflops and --link, or one of: {', '.join(GPUS)}."
+        )
+    return Machine(
+        options.devices, given, options.efficiency, options.host_memory, options.host_bandwidth, options.optimizer_rate
+    )
+
+
+def _layer_table(calls: Sequence[LayerCall], costs: Costs, precision: Precision) -> Table:
+    """Layers of one kind and size in one row."""
+    table = Table(title="Layers")
+    for title in ("layers", "class"):
+        table.add_column(title, overflow="fold")
+    for title in ("calls", "weights GB", "saved GB", "F ms", "B ms", "upload ms"):
+        table.add_column(title, justify="right", no_wrap=True)
+    groups: dict[tuple[object, ...], list[int]] = {}
+    for i, call in enumerate(calls):
+        key = (call.kind, call.parameters, call.forward_flops, call.backward_flops, call.activation_bytes)
+        groups.setdefault(key, []).append(i)
+    for members in groups.values():
+        first, last = calls[members[0]], calls[members[-1]]
+        i = members[-1]
+        table.add_row(
+            first.layer if len(members) == 1 else f"{first.layer} .. {last.layer.split('.')[-1]}",
+            last.kind,
+            str(len(members)),
+            f"{precision.compute * last.parameters / GB:.2f}",
+            f"{last.activation_bytes / GB:.2f}",
+            f"{1e3 * costs.forward[i]:.1f}",
+            f"{1e3 * costs.backward[i]:.1f}",
+            f"{1e3 * costs.upload[i]:.1f}",
+        )
+    return table
+
+
+def _say_what_fits(
+    outcome: Outcome,
+    machine: Machine,
+    needed: object,
+    sizes: tuple[int, int],
+    calls: Sequence[LayerCall],
+    precision: Precision,
+    options: argparse.Namespace,
+    console: Console,
+) -> None:
+    assert callable(needed) and outcome.partition is not None
+    staleness = int(outcome.name == "roundpipe_async")
+    device = needed(outcome.partition) / GB
+    room = 0.9 * machine.gpu.memory
+    states, inputs = (
+        size / GB for size in host_bytes(*sizes, calls, precision, options.microbatches, staleness)
+    )  # fmt: skip
+    host = states + inputs
+    reasons = []
+    if device > room:
+        reasons.append(f"one layer per stage needs {device:.1f} GB of a device, which has {room:.1f}")
+    if host > machine.host_memory:
+        reasons.append(f"it needs {host:,.0f} GB of host memory, and there are {machine.host_memory:,.0f}")
+    verdict = "fits" if not reasons else "does not fit: " + "; ".join(reasons)
+    console.print(f"{outcome.name}: {verdict}", style="bold", highlight=False)
+    console.print(
+        f"  device {device:.1f} of {room:.1f} GB (a tenth of {machine.gpu.memory:g} left free), "
+        f"host {host:,.0f} of {machine.host_memory:,.0f} GB: {states:,.0f} parameters, gradients and optimizer, "
+        f"{inputs:,.0f} inputs kept for recomputing\n"
+        f"  stages, in layers: forward {_sizes(outcome.partition.forward)}; "
+        f"backward {'fused ' if outcome.partition.fused else ''}{_sizes(outcome.partition.backward)}"
+        + (f"; {outcome.lanes} lanes" if outcome.lanes > 1 else ""),
+        highlight=False,
+    )
+
+
+def _sizes(stages: Sequence[range]) -> str:
+    """Numbers of layers, equal neighbours together: ``1, 8 x 3``."""
+    runs: list[list[int]] = []
+    for stage in stages:
+        if runs and runs[-1][1] == len(stage):
+            runs[-1][0] += 1
+        else:
+            runs.append([1, len(stage)])
+    return ", ".join(str(size) if count == 1 else f"{count} x {size}" for count, size in runs) or "none"
+
+
+def _bound_memory(outcome: Outcome, machine: Machine, calls: Sequence[LayerCall], precision: Precision) -> str:
+    """What the fullest device of a bound schedule holds: its layers with gradients, and the microbatches' inputs."""
+    assert outcome.simulation is not None
+    partition: Partition = outcome.partition  # type: ignore[assignment]
+    most = max(
+        sum(precision.device_gradient * calls[i].trainable + calls[i].input_bytes * live for i in stage)
+        + max(calls[i].activation_bytes for i in stage)
+        for stage in partition.forward
+        for live in [max(outcome.simulation.peak_live)]
+    )
+    need = (max(outcome.simulation.peak_parameters) + most) / GB
+    room = 0.9 * machine.gpu.memory
+    return f"{outcome.name}: about {need:,.1f} of {room:.1f} GB, {'fits' if need <= room else 'does not fit'}"
+
+
+def _explain(outcomes: Sequence[Outcome], console: Console) -> None:
+    for outcome in outcomes:
+        if outcome.refusal:
+            console.print(f"{outcome.name}: {outcome.refusal}", highlight=False)
+
+
+def _save(costs: Costs, outcomes: Sequence[Outcome], options: argparse.Namespace, console: Console) -> None:
+    if options.picture is None:
+        return
+    shown = {
+        f"{outcome.name}: {float(outcome.simulation.period):,.4g} per batch": outcome.simulation
+        for outcome in outcomes
+        if outcome.simulation is not None
+    }
+    periods = sorted(float(simulation.period) for simulation in shown.values())
+    draw(shown, options.picture, until=2.2 * periods[len(periods) // 2])
+    console.print(f"Timelines: {options.picture}", highlight=False)
+
+
+def _lanes(text: str) -> int | None:
+    return None if text == "auto" else int(text)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m lightning_roundpipe", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    show = argparse.ArgumentDefaultsHelpFormatter
+
+    simulate = commands.add_parser("simulate", help=simulate_command.__doc__, formatter_class=show)
+    simulate.add_argument("--layers", type=int, default=32, help="number of equal layers")
+    for name, default, text in (
+        ("forward", 1.0, "time of a layer's forward for one microbatch"),
+        ("backward", 2.0, "time of its backward, without the recompute"),
+        ("head-forward", 0.0, "time of the forward of one more layer, the head"),
+        ("head-backward", 0.0, "time of its backward"),
+        ("hop", 0.0, "time of a microbatch's way from stage to stage"),
+        ("upload", 0.0, "time of copying a layer's parameters to a device"),
+        ("download", 0.0, "time of copying its gradients back"),
+        ("optimizer", 0.0, "time of the optimizer's step for a layer"),
+    ):
+        simulate.add_argument(f"--{name}", type=float, default=default, help=text)
+    simulate.add_argument("--recompute", type=float, help="time of a layer's recompute; else that of its forward")
+    simulate.add_argument("--weight-gradient", type=float, help="part of backward that may wait; else half of it")
+    simulate.add_argument(
+        "--host-links", type=float, help="how many links at full rate the host's memory keeps up with"
+    )
+
+    plan = commands.add_parser("plan", help=plan_command.__doc__, formatter_class=show)
+    plan.add_argument("--model", required=True, help="what makes the model: package.module:callable")
+    plan.add_argument("--batch", required=True, help="what makes a batch of so many samples: package.module:callable")
+    plan.add_argument("--samples", type=int, default=4, help="samples of a microbatch")
+    plan.add_argument("--gpu", default="RTX 4090", help=f"one of: {', '.join(GPUS)}")
+    plan.add_argument("--memory", type=float, help="of a device, in GB, instead of the GPU's")
+    plan.add_argument("--tflops", type=float, help="dense rate of a device in TFLOP/s, instead of the GPU's")
+    plan.add_argument("--link", type=float, help="bandwidth between host and device in GB/s, instead of the GPU's")
+    for name, default, text in (
+        ("efficiency", 0.8, "share of the rate that layers reach"),
+        ("host-memory", 512.0, "in GB"),
+        ("host-bandwidth", 150.0, "of the host's memory, in GB/s"),
+        ("optimizer-rate", 2.0, "parameters that the CPU steps, in billions per second"),
+    ):
+        plan.add_argument(f"--{name}", type=float, default=default, help=text)
+    plan.add_argument("--precision", choices=tuple(PRECISIONS), default="bf16-mixed", help="as the Trainer's")
+
+    for command in (simulate, plan):
+        command.add_argument("--devices", type=int, default=8, help="number of devices")
+        command.add_argument("--microbatches", type=int, default=16, help="number of microbatches")
+        command.add_argument("--lanes", type=_lanes, default=1, help="RoundPipe's lanes, or auto")
+        command.add_argument("--schedules", nargs="+", choices=NAMES, default=list(NAMES), help="what to compare")
+        command.add_argument("--picture", help="where to save the timelines (.png, .svg, .pdf)")
+    return parser

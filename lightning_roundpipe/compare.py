@@ -1,0 +1,104 @@
+"""What each schedule would make of a model: simulated side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.named import BOUND, bound_schedule
+from lightning_roundpipe.schedules.partition import Partition
+from lightning_roundpipe.schedules.planner import Memory, plan
+from lightning_roundpipe.schedules.simulate import Simulation, batches_of, simulate
+
+NAMES = ("roundpipe", "roundpipe_async", *BOUND)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One schedule, simulated over several batches; or why it cannot be used."""
+
+    name: str
+    lanes: int = 1
+    partition: Partition | None = None
+    simulation: Simulation | None = None
+    refusal: str = ""
+
+
+def compare(
+    costs: Costs,
+    microbatches: int,
+    devices: int,
+    *,
+    names: Sequence[str] = NAMES,
+    lanes: int | None = 1,
+    memory: Memory | None = None,
+    batches: int | None = None,
+) -> list[Outcome]:
+    """Simulates schedules on the same work.
+
+    ``roundpipe`` computes with the newest parameters, as the bound schedules do, ``roundpipe_async`` with those of one
+    step before.
+
+    Args:
+        costs: The times of the layers.
+        microbatches: Number of microbatches of the batch.
+        devices: Number of devices.
+        names: Of the schedules.
+        lanes: RoundPipe's lanes; ``None``: the best number of them.
+        memory: What RoundPipe's stages must fit into.
+        batches: How many batches; ``None``: as many as show the steady state.
+    """
+    made = []
+    for name in names:
+        if name in ("roundpipe", "roundpipe_async"):
+            staleness = int(name == "roundpipe_async")
+            found = plan(costs, microbatches, devices, staleness=staleness, lanes=lanes, memory=memory)
+            count = batches or (3 * devices + 3 if staleness else 4)
+            schedules = batches_of(found.partition, microbatches, devices, count, found.lanes)
+            simulation = simulate(schedules, found.partition, costs, staleness=staleness)
+            made.append(Outcome(name, found.lanes, found.partition, simulation))
+            continue
+        try:
+            partition, schedule = bound_schedule(
+                name, costs.forward, costs.backward_with_recompute(), microbatches, devices
+            )
+        except ValueError as error:
+            made.append(Outcome(name, refusal=str(error)))
+        else:
+            made.append(Outcome(name, 1, partition, simulate([schedule] * (batches or 4), partition, costs)))
+    return made
+
+
+def outcome_table(outcomes: Sequence[Outcome], unit: str = "") -> Table:
+    """The outcomes for a terminal: step time and where the devices' time goes, in steady state."""
+    table = Table(
+        title=f"Step time{unit and f' in {unit}'} and where the devices' time goes, in %",
+        caption="busy: recompute included; useful: forward and backward only; live: microbatches on a device",
+    )
+    table.add_column("schedule", no_wrap=True)
+    for title in ("stages", "step", "busy", "bubble", "upload", "optimizer", "useful", "live"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for outcome in outcomes:
+        if outcome.simulation is None or outcome.partition is None:
+            table.add_row(outcome.name, *["-"] * 8)
+            continue
+        found = outcome.simulation
+        whole = float(found.period) * len(found.steady)
+        busy, upload, optimizer = (
+            100 * float(sum(getattr(parts, part) for parts in found.steady)) / whole
+            for part in ("busy", "upload", "optimizer")
+        )
+        title = outcome.name + (f" x{outcome.lanes}" if outcome.lanes > 1 else "")
+        table.add_row(
+            title,
+            f"{len(outcome.partition.forward)}+{len(outcome.partition.backward)}",
+            f"{float(found.period):,.5g}",
+            f"{busy:.1f}",
+            f"{100 - busy - upload - optimizer:.1f}",
+            f"{upload:.1f}",
+            f"{optimizer:.1f}",
+            f"{100 * float(found.utilization):.1f}",
+            str(max(found.peak_live)),
+        )
+    return table

@@ -1,0 +1,117 @@
+"""What a machine has, and what a model's layers cost there."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.planner import Memory
+from lightning_roundpipe.tracing import LayerCall
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU by its data sheet: GB of memory, TFLOP/s in dense bfloat16, GB/s between it and the host each way."""
+
+    memory: float
+    tflops: float
+    link: float
+
+
+GPUS: Mapping[str, Gpu] = MappingProxyType(
+    {
+        "RTX 3090": Gpu(24, 71, 25),
+        "RTX 4090": Gpu(24, 165, 25),
+        "RTX 5090": Gpu(32, 209, 50),
+        "L40S": Gpu(48, 362, 25),
+        "A100 40GB": Gpu(40, 312, 25),
+        "A100 80GB": Gpu(80, 312, 25),
+        "H100": Gpu(80, 989, 50),
+        "H200": Gpu(141, 989, 50),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Devices of one kind and their host.
+
+    Attributes:
+        devices: Number of devices.
+        gpu: Each of them.
+        efficiency: The share of the data sheet's rate that layers reach.
+        host_memory: In GB.
+        host_bandwidth: Of the host's memory, in GB/s, for all copies together.
+        optimizer_rate: Parameters that the CPU steps, in billions per second.
+    """
+
+    devices: int
+    gpu: Gpu
+    efficiency: float = 0.8
+    host_memory: float = 512
+    host_bandwidth: float = 150
+    optimizer_rate: float = 2
+
+    def costs(self, calls: Sequence[LayerCall], precision: "Precision") -> Costs:
+        """The layers' times in seconds, sizes in bytes."""
+        rate = self.gpu.tflops * 1e12 * self.efficiency
+        link = self.gpu.link * GB
+        gradients = [precision.device_gradient * call.trainable for call in calls]
+        return Costs(
+            forward=[call.forward_flops / rate for call in calls],
+            backward=[call.backward_flops / rate for call in calls],
+            weight_gradient=[
+                max(call.backward_flops - call.forward_flops, 0) / rate if call.trainable else 0 for call in calls
+            ],
+            upload=[precision.compute * call.parameters / link for call in calls],
+            download=[size / link for size in gradients],
+            optimizer=[call.trainable / (self.optimizer_rate * 1e9) for call in calls],
+            add=[3 * size / (self.host_bandwidth * GB) for size in gradients],  # read two, write one
+            parameters=[precision.compute * call.parameters for call in calls],
+            hop=2 * max((call.input_bytes for call in calls), default=0) / link,
+            host_links=self.host_bandwidth / self.gpu.link,
+        )
+
+    def memory(self, calls: Sequence[LayerCall], precision: "Precision") -> Memory:
+        """What stages must fit into, in bytes. A tenth of the device is left to workspaces and fragmentation."""
+        return Memory(
+            limit=0.9 * self.gpu.memory * GB,
+            parameters=[precision.compute * call.parameters for call in calls],
+            gradients=[precision.device_gradient * call.trainable for call in calls],
+            activations=[call.activation_bytes for call in calls],
+        )
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Bytes per parameter, with Adam or AdamW.
+
+    Attributes:
+        compute: Of the copy that devices compute with.
+        device_gradient: Of the gradients that a device sums up.
+        frozen: On the host, of a parameter that is not trained.
+        trained: On the host, of one that is, with its gradient and optimizer state, for staleness 0 and 1.
+    """
+
+    compute: int
+    device_gradient: int
+    frozen: int
+    trained: tuple[int, int]
+
+
+PRECISIONS: Mapping[str, Precision] = MappingProxyType(
+    {
+        "bf16-mixed": Precision(compute=2, device_gradient=4, frozen=6, trained=(18, 20)),
+        "bf16-true": Precision(compute=2, device_gradient=2, frozen=2, trained=(8, 12)),
+    }
+)
+
+
+def host_bytes(
+    parameters: int, trainable: int, calls: Sequence[LayerCall], precision: Precision, microbatches: int, staleness: int
+) -> tuple[int, int]:
+    """What the host holds: for parameters, gradients and optimizer state, and for the inputs kept for recomputing."""
+    states = precision.frozen * (parameters - trainable) + precision.trained[staleness] * trainable
+    return states, microbatches * sum(call.input_bytes for call in calls)
