@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test quick lint format clean
+.PHONY: help setup demo test quick lint format pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ lint: $(READY)  ## check style and types
 format: $(READY)  ## bring the code into the style that lint checks
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+pictures: $(READY)  ## make docs/pictures: timelines, and what the commands print
+	PYTHONPATH=. $(BIN)/python docs/make_pictures.py
 
 clean:  ## remove .venv, caches and logs
 	rm -rf .venv build dist *.egg-info demo_logs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

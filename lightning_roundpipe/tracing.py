@@ -1,7 +1,7 @@
 """What a model's layers compute and hold, found with tensors that have no memory: nothing is allocated or computed."""
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from lightning_roundpipe.pipeline.layers import find_layers
@@ -117,6 +117,7 @@ class _Tracer:
         self.running = ""
         self.measuring = False
         self.between: dict[int, int] = {}  # what the code between layers saves, by storage
+        self.known: dict[Hashable, LayerCall] = {}
 
     def enter(self, name: str, *_: Any) -> None:
         if not self.measuring:
@@ -125,13 +126,15 @@ class _Tracer:
     def leave(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if self.measuring:
             return None
-        self.measuring = True
         trained = any(call.trainable for call in self.calls)
-        call, output = _measure(name, module, args, kwargs, trained)
-        self.measuring = False
+        key = _likeness(module, args, kwargs, trained)
+        if key not in self.known:
+            self.measuring = True
+            self.known[key] = _measure(name, module, args, kwargs, trained)
+            self.measuring = False
         self.running = ""
-        self.calls.append(call)
-        return output
+        self.calls.append(replace(self.known[key], layer=name))
+        return tree_map_only(Tensor, partial(_leaf, True), output)
 
     def keep(self, tensor: Tensor) -> Tensor:
         if not self.running:
@@ -140,10 +143,25 @@ class _Tracer:
         return tensor
 
 
-def _measure(
-    name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: bool
-) -> tuple[LayerCall, Any]:
-    """A call's costs, and its outputs cut off from it. ``trained``: whether its inputs need gradients."""
+def _likeness(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: bool) -> Hashable:
+    """Equal for calls that cost the same: of alike layers, as most of a large model's are, one is measured.
+
+    Alike are layers with equal submodules, parameters and settings. Where a layer stands (``layer_idx``) is none.
+    """
+    leaves, structure = tree_flatten((args, kwargs))
+    inputs = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else (type(x), str(x)) for x in leaves)
+    settings = tuple(
+        (name, setting, value)
+        for name, part in module.named_modules()
+        for setting, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str)) and not setting.endswith("idx")
+    )
+    parameters = tuple((x.shape, x.dtype, x.requires_grad) for x in module.parameters())
+    return type(module), repr(module), parameters, settings, inputs, structure, trained
+
+
+def _measure(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained: bool) -> LayerCall:
+    """A call's costs. ``trained``: whether its inputs need gradients."""
     parameters = list(module.parameters())
     own = {parameter.untyped_storage()._cdata for parameter in parameters}
     held: dict[int, Tensor] = {}
@@ -164,7 +182,7 @@ def _measure(
     if roots and wanted:
         with backward:
             torch.autograd.grad(roots, wanted, [torch.empty_like(tensor) for tensor in roots], allow_unused=True)
-    call = LayerCall(
+    return LayerCall(
         name,
         type(module).__name__,
         sum(parameter.numel() for parameter in parameters),
@@ -174,7 +192,6 @@ def _measure(
         sum(x.numel() * x.element_size() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)),
         sum(tensor.untyped_storage().nbytes() for tensor in held.values()),
     )
-    return call, tree_map_only(Tensor, partial(_leaf, True), output)
 
 
 def _leaf(needs_gradient: bool, tensor: Tensor) -> Tensor:
