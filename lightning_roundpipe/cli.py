@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from lightning_roundpipe.compare import NAMES, Outcome, compare, outcome_table
+from lightning_roundpipe.compare import NAMES, Outcome, bound_memory, compare, outcome_table
 from lightning_roundpipe.machine import GB, GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
-from lightning_roundpipe.schedules.partition import Partition
 from lightning_roundpipe.tracing import LayerCall, build, load, trace
 
 
@@ -78,7 +77,9 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
     console.print("A schedule that binds stages keeps their parameters on its devices:", highlight=False)
     for outcome in outcomes:
         if outcome not in planned and outcome.partition is not None and outcome.simulation is not None:
-            console.print("  " + _bound_memory(outcome, machine, calls, precision), highlight=False)
+            need, room = bound_memory(outcome, memory, [call.input_bytes for call in calls]) / GB, memory.limit / GB
+            verdict = "fits" if need <= room else "does not fit"
+            console.print(f"  {outcome.name}: about {need:,.1f} of {room:.1f} GB, {verdict}", highlight=False)
     _explain(outcomes, console)
     _save(costs, outcomes, options, console)
 
@@ -175,21 +176,6 @@ def _sizes(stages: Sequence[range]) -> str:
         else:
             runs.append([1, len(stage)])
     return ", ".join(str(size) if count == 1 else f"{count} x {size}" for count, size in runs) or "none"
-
-
-def _bound_memory(outcome: Outcome, machine: Machine, calls: Sequence[LayerCall], precision: Precision) -> str:
-    """What the fullest device of a bound schedule holds: its layers with gradients, and the microbatches' inputs."""
-    assert outcome.simulation is not None
-    partition: Partition = outcome.partition  # type: ignore[assignment]
-    most = max(
-        sum(precision.device_gradient * calls[i].trainable + calls[i].input_bytes * live for i in stage)
-        + max(calls[i].activation_bytes for i in stage)
-        for stage in partition.forward
-        for live in [max(outcome.simulation.peak_live)]
-    )
-    need = (max(outcome.simulation.peak_parameters) + most) / GB
-    room = 0.9 * machine.gpu.memory
-    return f"{outcome.name}: about {need:,.1f} of {room:.1f} GB, {'fits' if need <= room else 'does not fit'}"
 
 
 def _explain(outcomes: Sequence[Outcome], console: Console) -> None:

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from rich.table import Table
 
-from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.named import BOUND, bound_schedule
-from lightning_roundpipe.schedules.partition import Partition
+from lightning_roundpipe.schedules.partition import Cost, Partition
 from lightning_roundpipe.schedules.planner import Memory, plan
 from lightning_roundpipe.schedules.simulate import Simulation, batches_of, simulate
 
@@ -68,6 +68,41 @@ def compare(
         else:
             made.append(Outcome(name, 1, partition, simulate([schedule] * (batches or 4), partition, costs)))
     return made
+
+
+def bound_memory(outcome: Outcome, memory: Memory, inputs: Sequence[Cost]) -> Cost:
+    """The most that a device of a schedule that binds stages holds at a time, in the unit of ``memory``.
+
+    Its layers' parameters and gradients, the inputs of those layers for all microbatches that are under way, the
+    activations of the layer that runs, and of those whose weight gradients wait.
+
+    Args:
+        outcome: Of a schedule that could be simulated.
+        memory: Sizes of the layers.
+        inputs: Of each layer's inputs, for one microbatch.
+    """
+    assert outcome.simulation is not None and outcome.partition is not None
+    ranges = stage_ranges(outcome.partition)
+    spans = [span for span in outcome.simulation.actions if span.batch == 0]
+    waiting = {(span.action.stage, span.action.microbatch) for span in spans if span.action.kind == "W"}
+    most: Cost = 0
+    for device in range(len(outcome.simulation.devices)):
+        actions = [span.action for span in spans if span.device == device]
+        held = {call for action in actions for call in ranges[action.stage]}
+        now = peak = sum(memory.parameters[call] + memory.gradients[call] for call in held)
+        for action in actions:
+            calls = ranges[action.stage]
+            kept, saved = sum(inputs[call] for call in calls), sum(memory.activations[call] for call in calls)
+            now += kept if action.kind == "F" else 0
+            if action.kind != "W":
+                peak = max(peak, now + max(memory.activations[call] for call in calls))
+            if action.kind == "W":
+                now -= kept + saved
+            elif action.kind == "B":
+                now += saved if (action.stage, action.microbatch) in waiting else -kept
+                peak = max(peak, now)
+        most = max(most, peak)
+    return most
 
 
 def outcome_table(outcomes: Sequence[Outcome], unit: str = "") -> Table:

@@ -10,11 +10,13 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.cli import main
+from lightning_roundpipe.compare import bound_memory, compare
 from lightning_roundpipe.machine import GPUS, PRECISIONS, Machine
 from lightning_roundpipe.schedules import gpipe
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
 from lightning_roundpipe.schedules.partition import bound
+from lightning_roundpipe.schedules.planner import Memory
 from lightning_roundpipe.schedules.simulate import simulate
 from lightning_roundpipe.tracing import build, load, trace
 
@@ -249,3 +251,19 @@ def test_picture_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning_roundpipe\[plot\]'"):
         draw({"GPipe": simulate(gpipe(1, 1), bound([1], [2], 1), Costs([1], [2]))}, tmp_path / "a.png")
+
+
+def test_memory_of_bound_schedules() -> None:
+    costs = Costs([1] * 4, [2] * 4, weight_gradient=[1] * 4)
+    memory = Memory(limit=0, parameters=[100] * 4, gradients=[1000] * 4, activations=[10] * 4)
+    held = {
+        outcome.name: bound_memory(outcome, memory, inputs=[1] * 4)
+        for outcome in compare(costs, 4, 2, names=("gpipe", "1f1b", "sequential", "zb1p", "dualpipe"))
+    }
+    share = 2 * (100 + 1000)  # two of four layers
+    assert held["gpipe"] == share + 4 * 2 + 10
+    assert held["1f1b"] == share + 2 * 2 + 10
+    assert held["sequential"] == share + 1 * 2 + 10
+    # Device 1: the microbatch whose weight gradients wait, with all it saved, and the one that runs.
+    assert held["zb1p"] == share + 2 * 2 + 2 * 2 * 10
+    assert held["dualpipe"] >= 2 * share

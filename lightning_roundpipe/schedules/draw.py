@@ -32,8 +32,14 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
         raise ImportError("Pictures are drawn with Matplotlib: pip install 'lightning_roundpipe[plot]'") from error
     end = float(max(s.makespan for s in simulations.values())) if until is None else until
     heights = [max(len(s.devices), 1) for s in simulations.values()]
-    figure = Figure(figsize=(12, 0.8 + sum(0.24 * height + 0.62 for height in heights)), facecolor=PAGE)
+    line, gap, top, bottom = 0.24, 0.42, 0.34, 0.76  # inches
+    inches = top + sum(line * height for height in heights) + gap * (len(heights) - 1) + bottom
+    figure = Figure(figsize=(12, inches), facecolor=PAGE)
     axes = figure.subplots(len(heights), 1, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
+    figure.subplots_adjust(
+        left=0.075, right=0.985, top=1 - top / inches, bottom=bottom / inches,
+        hspace=gap * len(heights) / (line * sum(heights)),
+    )  # fmt: skip
     kinds: set[str] = set()
     for ax, (title, simulation) in zip(axes, simulations.items(), strict=True):
         count = len(simulation.devices)
@@ -48,7 +54,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
             bars.setdefault((_shade(COLOURS[span.action.kind], span.batch), span.device), []).append(
                 (start, stop - start)
             )
-            if stop - start > 0.008 * end:
+            if stop - start > 0.007 * end * len(str(span.action.microbatch)):
                 ax.text(
                     (start + stop) / 2, span.device, str(span.action.microbatch),
                     ha="center", va="center_baseline", fontsize=6.5, color=INK,
@@ -69,8 +75,6 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
         handles=[*legend, Patch(color=IDLE, label="idle")], loc="lower center", ncols=5, fontsize=8, frameon=False,
         labelcolor=INK,
     )  # fmt: skip
-    figure.subplots_adjust(left=0.075, right=0.985, top=1 - 0.32 / figure.get_figheight(), hspace=0.45)
-    figure.subplots_adjust(bottom=0.72 / figure.get_figheight())
     figure.savefig(path, dpi=130, facecolor=PAGE, metadata={"Software": None} if str(path).endswith("png") else None)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.partition import Cost, Partition
@@ -163,24 +164,27 @@ class _Search:
         found: dict[Partition, Cost] = {}
         for limit in self._limits():
             for fine in ends:
-                for front in (False, True):
-                    partition = self._cut(limit, fine, front)
-                    found.setdefault(partition, self._estimate(partition))
+                for fronts in product((False, True), repeat=2):
+                    partition = self._cut(limit, fine, *fronts)
+                    if partition not in found:
+                        found[partition] = self._estimate(partition)
         return iter(sorted(found, key=lambda partition: found[partition]))
 
     def _limits(self) -> list[Cost]:
         """Lengths that a stage can have, from that of the longest call on."""
         shortest = max([*self.again, *self.at_once] if self.fused else self.again, default=0)
         total = sum(self.again)
+        longest = max(shortest, 2 * total / self.width)
         limits = {shortest}
         for costs in (self.costs.forward, self.again, self.at_once):
-            for first in {0, len(costs) // 2, max(len(costs) - 8, 0)}:
+            for first in range(0, len(costs), max(len(costs) // 8, 1)):
                 length: Cost = 0
                 for cost in costs[first:]:
                     length += cost
-                    if shortest <= length <= total:
+                    if shortest <= length <= longest:
                         limits.add(length)
-        return sorted(limits)[:60]
+        ordered = sorted(limits)
+        return ordered[:: -(-len(ordered) // 60)]
 
     def _estimate(self, partition: Partition) -> Cost:
         """The time if all stages took as long as the longest; for staleness 0 the paper's objective."""
@@ -197,14 +201,15 @@ class _Search:
             return max(share, self.width) * partition.stage_count() * longest
         return (share * partition.stage_count() + self.width * (self.width - 1)) * longest
 
-    def _cut(self, limit: Cost, fine: int, front: bool) -> Partition:
+    def _cut(self, limit: Cost, fine: int, front: bool, backward_front: bool) -> Partition:
         """Stages within a limit, but for the first and last ``fine`` of the batch, which have one call.
 
         Args:
             limit: The longest time of a stage.
             fine: How many stages at either end are not joined.
-            front: Whether stages are filled up from the first call on. Otherwise the first ones are what is left: later
-                ones do not wait for longer ones before them.
+            front: Whether forward stages are filled up from the first call on. Otherwise the first one is what is left:
+                none waits for a longer one before it.
+            backward_front: The same for backward stages.
         """
         calls = len(self.costs.forward)
         low = 0
@@ -215,7 +220,9 @@ class _Search:
         below = low if self.fused else calls
         fine = min(fine, below)
         forward = [range(i, i + 1) for i in range(fine)] + _fill(self.costs.forward, fine, below, limit, front)
-        backward = _fill(self.again, fine, below, limit, front)[::-1] + [range(i, i + 1) for i in reversed(range(fine))]
+        backward = _fill(self.again, fine, below, limit, backward_front)[::-1] + [
+            range(i, i + 1) for i in reversed(range(fine))
+        ]
         if self.fused and calls:
             backward.insert(0, range(low, calls))
         return Partition(tuple(forward), tuple(backward), self.fused)
