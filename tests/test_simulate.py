@@ -384,8 +384,9 @@ def test_by_hand() -> None:
         ("F0·mb1", 1, 41, 43),
     ]
     first, second = found.by_batch[1]
-    assert (second.busy, second.bubble, second.upload, second.optimizer) == (14, 24, 4, 8)
-    assert (first.bubble, first.upload, first.optimizer) == (21, 5, 2)
+    assert (first.busy, second.busy) == (6, 14)
+    assert (first.bubble, first.optimizer, first.upload) == (6 + 3, 8 + 2, 4 + 5)  # what F0 waited for, then FB1
+    assert (second.bubble, second.optimizer, second.upload) == (14 + 4, 8 + 1, 4 + 5)  # F0, then B2 for FB1
     assert found.peak_parameters == (10 + 20, 10 + 20)
     assert found.peak_live == (1, 1)
 

@@ -32,8 +32,8 @@ class Parts:
     Attributes:
         busy: Computing, recomputation included.
         bubble: Waiting for a stage's input or for the end of a batch whose step is needed, or with nothing left to do.
-        upload: Waiting for parameters that were on their way.
-        optimizer: Waiting for parameters while the optimizer was stepping.
+        upload: Waiting for parameters that were on their way, to this device or to one whose output it needs.
+        optimizer: Waiting for parameters that the optimizer had not stepped yet though it had the gradients; the same.
     """
 
     busy: Cost = 0
@@ -206,10 +206,13 @@ class _Visit:
     calls: Sequence[int]  # whose parameters are copied to the device
     actions: int = 0  # that are still to come
     uploaded: Cost | None = None
-    stepping: Cost = 0  # when the step that it needs began
+    steppable: Cost = 0  # when the step that it needs had all gradients
     published: Cost = 0
     ended: Cost | None = None
     gradients: tuple[Action, Sequence[int]] | None = None  # after which action whose gradients are copied back
+
+
+_CAUSES = ("optimizer", "upload")
 
 
 class _Run:
@@ -257,6 +260,7 @@ class _Run:
         self.down_free: list[Cost] = [0 for _ in devices]
         self.host_free: Cost = 0
         self.done: dict[tuple[int, int, int], tuple[Cost, int]] = {}  # batch, stage, microbatch: its end and device
+        self.waits: dict[tuple[int, int, int], list[tuple[Cost, Cost, str]]] = {}  # from when until when, for what
         self.losses: list[Cost] = [0 for _ in batches]
         self.gradients: list[Cost] = [0 for _ in batches]
         self.published: list[list[Cost]] = []  # of each step, when each call's parameters were stepped
@@ -330,7 +334,7 @@ class _Run:
         if room is None or step >= len(self.published):
             return None
         if step >= 0:
-            visit.stepping = self.steps[step][0]
+            visit.steppable = max(self.gradients[step], self.ends[step])
             visit.published = max((self.published[step][call] for call in visit.calls), default=0)
         start = max(room, visit.published, self.up_free[device])
         return max(start, self.host_free) if self.costs.host_links is not None and visit.calls else start
@@ -372,20 +376,40 @@ class _Run:
 
     def _act(self, device: int, start: Cost) -> None:
         batch, action, visit = self.lines[device][self.position[device]]
-        waited = start - self.free[device]
-        ready = min(max(self.free[device], cast(Cost, self._input(device, batch, action)), visit.stepping), start)
-        stepped = min(max(ready, visit.published), start)
-        uploaded = min(max(stepped, cast(Cost, visit.uploaded)), start)
-        optimizer, upload = stepped - ready, uploaded - stepped
+        free = self.free[device]
+        causes = self._causes(free, start, cast(Cost, self._input(device, batch, action)), batch, action, visit)
+        optimizer, upload = (sum(end - begin for begin, end, cause in causes if cause == name) for name in _CAUSES)
         other = self.together.get(action)
         ran = [action] if other is None else [action, other]
         takes = sum(self._duration(batch, action) for action in ran)
         if other is not None and self.together_time is not None:
             takes = self.together_time
         end = self.free[device] = start + takes
-        self.parts[batch][device] += Parts(takes, waited - optimizer - upload, upload, optimizer)
+        self.parts[batch][device] += Parts(takes, start - free - optimizer - upload, upload, optimizer)
         for _ in ran:
             self._finish(device, start, end)
+
+    def _causes(
+        self, free: Cost, start: Cost, arrival: Cost, batch: int, action: Action, visit: _Visit
+    ) -> list[tuple[Cost, Cost, str]]:
+        """For which times between ``free`` and ``start`` more is to blame than the order of actions.
+
+        While the input is on its way, what the action that it comes from was waiting for; then the stage's own
+        parameters, as long as the optimizer has all it needs for them, and as long as they are copied.
+        """
+        here = min(max(free, arrival), start)
+        before = self.waits.get((batch, action.stage - 1, action.microbatch), ()) if action.kind != "W" else ()
+        causes = [(max(free, begin), min(here, end), cause) for begin, end, cause in before]
+        ready = min(max(here, visit.steppable), start)
+        stepped = min(max(ready, visit.published), start)
+        causes += [
+            (ready, stepped, "optimizer"),
+            (stepped, min(max(stepped, cast(Cost, visit.uploaded)), start), "upload"),
+        ]
+        causes = [cause for cause in causes if cause[0] < cause[1]]
+        if causes and action.kind != "W":
+            self.waits[batch, action.stage, action.microbatch] = causes
+        return causes
 
     def _duration(self, batch: int, action: Action) -> Cost:
         deferred = Action("W", action.stage, action.microbatch) in self.places[batch]
