@@ -130,7 +130,7 @@ def test_all_lanes_for_exact_training_where_copies_are_free() -> None:
 
 
 def test_one_lane_where_host_memory_is_slow() -> None:
-    costs = Costs([1] * 32, [2] * 32, upload=[10] * 32, download=[10] * 32, add=[10] * 32, host_links=1)
+    costs = Costs([1] * 32, [2] * 32, upload=[10] * 32, download=[10] * 32, add=[10] * 32, host_links=1.0)
     assert plan(costs, 16, 8, lanes=None).lanes == 1
 
 

@@ -60,7 +60,10 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
                     ha="center", va="center_baseline", fontsize=6.5, color=INK,
                 )  # fmt: skip
         for (colour, device), spans in bars.items():
-            ax.broken_barh(spans, (device - 0.42, 0.84), facecolors=colour, edgecolors=PAGE, linewidth=0.4)
+            narrow = min(length for _, length in spans) < 0.004 * end
+            ax.broken_barh(
+                spans, (device - 0.42, 0.84), facecolors=colour, edgecolors=PAGE, linewidth=0.1 if narrow else 0.4
+            )
         ax.set_title(title, loc="left", fontsize=9.5, color=INK)
         ax.set_xlim(0, end)
         ax.set_ylim(count - 0.5, -0.5)

@@ -8,7 +8,7 @@ from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.partition import Cost, Partition
 from lightning_roundpipe.schedules.recurrence import Prefixes, time_per_batch
 
-BUDGET = 3_000_000  # how many actions the search may time: about half a second
+BUDGET = 6_000_000  # how many actions the search may time: about half a second
 
 
 @dataclass(frozen=True)

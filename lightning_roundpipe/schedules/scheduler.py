@@ -1,38 +1,23 @@
 """Which stages a batch has and who runs them, batch after batch: by a schedule's name, or by one given as data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 from lightning_roundpipe.schedules.costs import Costs
-from lightning_roundpipe.schedules.dualpipe import dualpipe
-from lightning_roundpipe.schedules.gpipe import gpipe
-from lightning_roundpipe.schedules.model_parallel import model_parallel
-from lightning_roundpipe.schedules.one_f_one_b import interleaved, one_f_one_b
+from lightning_roundpipe.schedules.named import BOUND, CHUNKS
+from lightning_roundpipe.schedules.one_f_one_b import one_f_one_b
 from lightning_roundpipe.schedules.partition import Partition, balance, bound, cut
 from lightning_roundpipe.schedules.planner import plan
 from lightning_roundpipe.schedules.roundpipe import roundpipe
 from lightning_roundpipe.schedules.schedule import Schedule
-from lightning_roundpipe.schedules.sequential import sequential
-from lightning_roundpipe.schedules.zero_bubble import zb1p
 
 ScheduleName: TypeAlias = Literal[
     "roundpipe", "gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "model_parallel", "sequential"
 ]
 
-_BOUND: dict[str, tuple[Callable[[int, int], Schedule], int]] = {
-    "gpipe": (gpipe, 1),
-    "1f1b": (one_f_one_b, 1),
-    "interleaved": (interleaved, 2),
-    "zb1p": (zb1p, 1),
-    "dualpipe": (dualpipe, 1),
-    "model_parallel": (model_parallel, 1),
-    "sequential": (sequential, 1),
-}
-"""Schedules that bind stages to devices, with the number of stages per device."""
-
 _OUT_OF_ORDER = ("dualpipe", "model_parallel")
 
-NAMES = ("roundpipe", *_BOUND)
+NAMES = ("roundpipe", *BOUND)
 
 
 class Scheduler:
@@ -114,8 +99,8 @@ class Scheduler:
             wanted = 1 + max((action.microbatch for line in self._method.devices for action in line), default=-1)
             if wanted != microbatches:
                 raise ValueError(f"The schedule is for {wanted} microbatches, but `microbatches` is {microbatches}.")
-        elif self._method in _BOUND:
-            _BOUND[self._method][0](self._devices, microbatches)
+        elif self._method in BOUND:
+            BOUND[self._method](self._devices, microbatches)
 
     def partition(
         self, forward_costs: Sequence[float], backward_costs: Sequence[float], *, fused: bool = True
@@ -134,10 +119,8 @@ class Scheduler:
             }
             below = sum(kind == "F" for kind in kinds.values())
             return cut(forward_costs, backward_costs, below, len(kinds) - below, fused="FB" in kinds.values())
-        if self._method in _BOUND and calls:
-            _, chunks = _BOUND[str(self._method)]
-            if calls < chunks:
-                chunks = 1
+        if self._method in BOUND and calls:
+            chunks = CHUNKS if self._method == "interleaved" and calls >= CHUNKS else 1
             return bound(forward_costs, backward_costs, min(self._devices, calls // chunks) * chunks)
         return balance(forward_costs, backward_costs, fused=fused)
 
@@ -166,11 +149,13 @@ class Scheduler:
             if isinstance(self._method, Schedule):
                 self.check(microbatches)
                 return self._method
-            make, chunks = _BOUND[self._method]
-            stages = len(partition.forward)
-            if stages % chunks:  # a model of fewer layers than that
-                make, chunks = one_f_one_b, 1
-            schedule = make(stages // chunks, microbatches)
+            make, stages = BOUND[self._method], len(partition.forward)
+            if self._method == "interleaved":
+                if stages % CHUNKS:  # a model of fewer layers than that
+                    make = one_f_one_b
+                else:
+                    stages //= CHUNKS
+            schedule = make(stages, microbatches)
         except ValueError:
             return None
         idle = self._devices - len(schedule.devices)
