@@ -111,8 +111,6 @@ class Schedule:
                     first.append(action.kind)
                 elif action.kind != first[stage]:
                     raise ValueError(f"The schedule has {action}, but stage {stage} of microbatch 0 is {first[stage]}.")
-            if stage == 0 and first[stage] == "B":
-                raise ValueError(f"The schedule has {Action('B', 0, 0)} before any forward.")
             if stage and first[stage] != "B" and first[stage - 1] != "F":
                 raise ValueError(f"The schedule has {Action(first[stage], stage, 0)} after the backward has begun.")
 

@@ -9,7 +9,7 @@ from lightning_roundpipe.schedules.one_f_one_b import one_f_one_b
 from lightning_roundpipe.schedules.partition import Partition, balance, bound, cut
 from lightning_roundpipe.schedules.planner import plan
 from lightning_roundpipe.schedules.roundpipe import roundpipe
-from lightning_roundpipe.schedules.schedule import Schedule
+from lightning_roundpipe.schedules.schedule import Action, Schedule
 
 ScheduleName: TypeAlias = Literal[
     "roundpipe", "gpipe", "1f1b", "interleaved", "zb1p", "dualpipe", "model_parallel", "sequential"
@@ -44,6 +44,8 @@ class Scheduler:
             raise ValueError(f"{devices} devices cannot be divided into {lanes} lanes of equal size.")
         if isinstance(method, Schedule):
             method.validate()
+            if (backward := Action("B", 0, 0)) in method.device_of():
+                raise ValueError(f"The schedule has {backward} before any forward.")
             if len(method.devices) != devices:
                 raise ValueError(f"The schedule is for {len(method.devices)} devices, but there are {devices}.")
         self._method = method
