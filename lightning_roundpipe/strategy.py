@@ -131,8 +131,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         if isinstance(schedule, str) and schedule not in SCHEDULES:
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
-        if lanes != "auto" and lanes < 1:
-            raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes}.")
+        if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
+            raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)

@@ -874,6 +874,7 @@ def test_command_line_refuses_wrong_values(
         {"microbatches": 0},
         {"microbatches": 2.0},
         {"microbatches": "4"},
+        {"lanes": "all"},
         {"split": "halves"},
         {"loss_weight": "votes"},
     ],
