@@ -226,8 +226,8 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     plan = commands.add_parser("plan", help=plan_command.__doc__, formatter_class=show)
-    plan.add_argument("--model", required=True, help="what makes the model: package.module:callable")
-    plan.add_argument("--batch", required=True, help="what makes a batch of so many samples: package.module:callable")
+    plan.add_argument("--model", required=True, help="makes the model, called without arguments: package.module:name")
+    plan.add_argument("--batch", required=True, help="makes a batch, called with --samples: package.module:name")
     plan.add_argument("--samples", type=int, default=4, help="samples of a microbatch")
     plan.add_argument("--gpu", default="RTX 4090", help=f"one of: {', '.join(GPUS)}")
     plan.add_argument("--memory", type=float, help="of a device, in GB, instead of the GPU's")

@@ -12,7 +12,7 @@ import torch
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
-from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
@@ -118,11 +118,12 @@ class RoundPipeStrategy(MultiProcessStrategy):
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
     ) -> None:
-        if microbatches is not None and microbatches < 1:
+        if microbatches is not None and (not isinstance(microbatches, int) or microbatches < 1):
             raise ValueError(
-                f"`microbatches` must be at least 1, or None for one more than devices; got {microbatches}."
+                "`microbatches` must be a whole number of at least 1, or None for one more than devices; got"
+                f" {microbatches!r}."
             )
-        if staleness not in (0, 1):
+        if staleness not in (0, 1) or not isinstance(staleness, int):
             raise ValueError(f"`staleness` must be 0 or 1, got {staleness!r}.")
         if split not in ("auto", "step", "model", "whole"):
             raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
@@ -130,8 +131,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
         if isinstance(schedule, str) and schedule not in SCHEDULES:
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
-        if lanes != "auto" and lanes < 1:
-            raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes}.")
+        if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
+            raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -139,7 +140,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """Whether training_step talks to other processes."""
         self.microbatches = microbatches
         self.staleness = staleness
-        self.layers: LayerSpec | None = [layers] if isinstance(layers, str) else layers
+        self.layers: LayerSpec | None = [layers] if isinstance(layers, (str, type)) else layers
         self.split = split
         self.loss_weight = loss_weight
         self.background_step = background_step
@@ -173,6 +174,19 @@ class RoundPipeStrategy(MultiProcessStrategy):
     # -- set up and tear down --------------------------------------------------------------------------------------
 
     @property
+    def accelerator(self) -> Accelerator | None:
+        return self._accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Accelerator) -> None:
+        if not isinstance(accelerator, CPUAccelerator):
+            raise MisconfigurationException(
+                f"strategy='{self.strategy_name}' has virtual CPU devices only, and Lightning has chosen"
+                f" {type(accelerator).__name__}. Use Trainer(accelerator='cpu', devices=...)."
+            )
+        self._accelerator = accelerator
+
+    @property
     def precision_plugin(self) -> Precision:
         return self._precision_plugin if self._precision_plugin is not None else Precision()
 
@@ -188,6 +202,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
+                rank_zero_info(
+                    "roundpipe: automatic_optimization=False: training_step runs as in plain Lightning, without"
+                    " microbatches and devices."
+                )
             self._waiting = WaitForPipeline(self)
             callbacks_of(trainer).insert(0, self._waiting)
 
@@ -582,7 +601,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise
         except Exception as error:  # the step itself will raise it, if it is the step's
             self._decided = ("step" if self.split == "step" else "whole", self.loss_weight)
-            rank_zero_info(f"roundpipe: whether the batch may be split could not be checked ({error!r}).")
+            rank_zero_info(
+                f"roundpipe: whether the batch may be split could not be checked ({error!r}), so split="
+                f"{self._decided[0]!r}."
+                + (" Every result is right, but one device works at a time." if self._decided[0] == "whole" else "")
+            )
             return
         if splits is None:
             return
@@ -599,7 +622,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
         rank_zero_info(
             f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches."
-            " split='step' is faster, where nothing but a mean over samples is computed."
+            " split='step' would be faster, but is right only for losses that are means over samples."
         )
 
     def _decide_for_step(self, evidence: Evidence) -> None:

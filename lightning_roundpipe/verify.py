@@ -27,6 +27,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
+from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
@@ -84,8 +85,14 @@ def verify(
     Raises:
         MisconfigurationException: When there is nothing to verify: with manual optimization, or parameters that have no
             shape yet.
+        TypeError: When `module` is no LightningModule, or `batch` a data loader.
         Exception: What the step raises in plain autograd, too.
     """
+    if isinstance(module, type) or not hasattr(module, "automatic_optimization"):
+        what = f"the class {module.__name__}" if isinstance(module, type) else f"a {type(module).__name__}"
+        raise TypeError(f"verify takes a LightningModule, got {what}.")
+    if isinstance(batch, DataLoader):
+        raise TypeError("verify takes one batch, got a DataLoader. Pass next(iter(loader)).")
     if not module.automatic_optimization:
         raise MisconfigurationException(
             "With automatic_optimization=False, steps are run as they are, not through the pipeline: there is nothing"

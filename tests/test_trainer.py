@@ -29,6 +29,7 @@ from helpers import (
     trainer_for,
     weights,
 )
+from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -866,7 +867,17 @@ def test_command_line_refuses_wrong_values(
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"staleness": 2}, {"staleness": -1}, {"microbatches": 0}, {"split": "halves"}, {"loss_weight": "votes"}],
+    [
+        {"staleness": 2},
+        {"staleness": -1},
+        {"staleness": 1.0},
+        {"microbatches": 0},
+        {"microbatches": 2.0},
+        {"microbatches": "4"},
+        {"lanes": "all"},
+        {"split": "halves"},
+        {"loss_weight": "votes"},
+    ],
     ids=str,
 )
 def test_wrong_arguments_are_refused_at_once(wrong: dict) -> None:
@@ -879,6 +890,35 @@ def test_several_machines_are_refused() -> None:
     """Each would train for itself without a word."""
     with pytest.raises(MisconfigurationException, match="num_nodes=2"):
         L.Trainer(strategy="roundpipe", accelerator="cpu", devices=2, num_nodes=2, logger=False)
+
+
+def test_other_accelerators_are_refused() -> None:
+    """The default `accelerator="auto"` takes a GPU where there is one."""
+    strategy = RoundPipeStrategy()
+    with pytest.raises(MisconfigurationException, match=r"CUDAAccelerator. Use Trainer\(accelerator='cpu'"):
+        strategy.accelerator = CUDAAccelerator()
+
+
+def test_one_class_is_a_list_of_one() -> None:
+    trainer = fit(mlp(), TRAIN[:1], RoundPipeStrategy(layers=nn.Linear))
+    assert {row.kind for row in trainer.strategy.report().layers} == {"Linear"}
+
+
+def test_batch_norm_over_one_sample_names_the_remedy() -> None:
+    class Normalized(MLP):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net.append(nn.BatchNorm1d(self.net[-1].out_features))
+
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        fit_pipeline(Normalized().double(), batches_of(vectors, 1, 2), 2, 2)
+    assert "fewer `microbatches`" in caught.value.__notes__[-1]
+
+
+def test_manual_optimization_is_said_to_be_run_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="lightning.pytorch"):
+        fit(ByHand().double(), TRAIN[:1], RoundPipeStrategy())
+    assert "roundpipe: automatic_optimization=False: training_step runs as in plain Lightning" in caplog.text
 
 
 # --- what is said and reported

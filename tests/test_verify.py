@@ -20,6 +20,7 @@ from models import CNN, GPT, MLP, SGD, Lit, batches_of, pictures, tokens, vector
 from rich.console import Console
 from test_untouched import anatomy, process_state
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 import lightning_roundpipe
@@ -159,6 +160,15 @@ def test_options_are_the_strategy_s() -> None:
     assert report.ok and report.split == "whole" and RoundPipeStrategy(**options)
     with pytest.raises(ValueError, match="`split` must be"):
         verify(MLP(), batch, split="sideways")
+
+
+def test_what_is_no_module_or_no_batch() -> None:
+    with pytest.raises(TypeError, match="got the class MLP"):
+        verify(MLP, X)
+    with pytest.raises(TypeError, match="got a Linear"):
+        verify(nn.Linear(4, 4), X)
+    with pytest.raises(TypeError, match=r"Pass next\(iter\(loader\)\)"):
+        verify(Net(), DataLoader(X, batch_size=3))
 
 
 def test_parameters_without_gradient() -> None:

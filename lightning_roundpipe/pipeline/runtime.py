@@ -495,6 +495,11 @@ class Pipeline(CallOwner):
         except BaseException as error:
             where = f"; {microbatch.where}" if microbatch.where else ""
             error.add_note(f"roundpipe: {microbatch.label}{where}; phase {microbatch.phase}")
+            if microbatch.batch.microbatches > 1 and "more than 1 value per channel" in str(error):
+                error.add_note(
+                    "roundpipe: BatchNorm cannot normalize a microbatch of a single sample. Set fewer `microbatches`;"
+                    " if only the last batch is that small, set drop_last=True in the DataLoader."
+                )
             self.monitor.fail(error, microbatch.batch.number)
             microbatch.drop()
         finally:
