@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
+from helpers import fit_microbatches, fit_pipeline
 from models import UNet, bert, gpt2, llama, mixtral, t5, vit
 from torch import Tensor, nn
 from transformers import AlbertConfig, AlbertModel
@@ -170,14 +172,8 @@ def test_models_of_transformers(make: Callable[[], nn.Module]) -> None:
         (["blocks.1"], ["blocks.0", "blocks.1", "head"]),
         (["blocks.0.feed"], ["blocks.0.mix", "blocks.0.feed", "blocks.1", "head"]),
         (["Block", "blocks.0.feed"], ["blocks.0", "blocks.1", "head"]),
-        (
-            lambda module: isinstance(module, nn.Sequential),
-            ["blocks.0.mix", "blocks.0.feed", "blocks.1.mix", "blocks.1.feed", "head"],
-        ),
-        (
-            lambda module: [module.blocks[0].mix],
-            ["blocks.0.mix", "blocks.0.feed.0", "blocks.0.feed.2", "blocks.1", "head"],
-        ),
+        (lambda module: isinstance(module, nn.Sequential), ["blocks.0.feed", "blocks.1.feed"]),
+        (lambda module: [module.blocks[0].mix], ["blocks.0.mix"]),
     ],
     ids=["class name", "class", "deeper class", "path", "deeper path", "both", "predicate", "function"],
 )
@@ -251,3 +247,44 @@ def test_blocks_that_transformers_names() -> None:
 def test_what_matches_nothing(spec: LayerSpec, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         find_layers(lists(), spec)
+
+
+class PenalizesItsHead(L.LightningModule):
+    """Second derivatives through the head, which is no layer if it is kept out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+        features = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(self.head(features).sum(), features, create_graph=True)
+        return self.head(x).square().mean() + slope.square().sum(-1).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        lambda module: list(module.blocks) if isinstance(module, PenalizesItsHead) else False,
+        lambda module: len(list(module.children())) == 2 and isinstance(module, nn.Sequential),
+    ],
+    ids=["a list", "yes or no"],
+)
+def test_what_a_function_leaves_out_is_no_layer(layers: Any) -> None:
+    """As the errors advise: then second derivatives work there, and the gradients are plain autograd's."""
+    batches = [torch.randn(6, 4, dtype=torch.float64) for _ in range(3)]
+    torch.manual_seed(0)
+    ours, plain = (PenalizesItsHead().double() for _ in range(2))
+    plain.load_state_dict(ours.state_dict())
+    assert list(find_layers(ours, layers)) == ["blocks.0", "blocks.1", "blocks.2"]
+    fit_pipeline(ours, batches, 3, devices=2, layers=layers)
+    fit_microbatches(plain, batches, 3)
+    for a, b in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)

@@ -23,9 +23,10 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
 
     Args:
         root: The module to look through; never a layer itself.
-        spec: Class names, classes or module paths (``"net.blocks.3"``); or a function that is called with the root
-            and returns the layers, or with each submodule in turn and tells whether it is one. Modules with
-            parameters that lie outside the chosen ones become layers, too, and of containers their children.
+        spec: Class names, classes or module paths (``"net.blocks.3"``): modules with parameters that lie outside the
+            chosen ones become layers, too, and of containers their children. Or a function that is called with the
+            root and returns the layers, or with each submodule in turn and tells whether it is one: what it leaves out
+            runs as code between the layers.
 
     Raises:
         ValueError: When the spec matches no module.
@@ -52,7 +53,7 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
             descend(name, module)
             return
         if not is_open(module, repeated):
-            if _callable(module) and (module in chosen or _worth_moving(module)):
+            if _callable(module) and (module in chosen or (not callable(spec) and _worth_moving(module))):
                 seen.add(module)
                 layers[name] = module
             return
