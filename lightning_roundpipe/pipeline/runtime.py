@@ -530,6 +530,10 @@ class Pipeline(CallOwner):
         microbatch.batch.wait_weights(microbatch.index)
         for call, found in microbatch.found:
             self._add_gradients(microbatch, [*found, *call.deferred_gradients])
+        for parameter, leaf in microbatch.stand_ins.values():
+            if leaf.grad is not None:
+                self._add_gradients(microbatch, [(parameter, leaf.grad)])
+                leaf.grad = None
         self._finish_units(microbatch)
         if microbatch.batch.serial and not microbatch.batch.splits_calls:
             self.turnstiles.leave((microbatch.batch.number, _serial(microbatch.number, True)))
@@ -681,10 +685,6 @@ class Pipeline(CallOwner):
             self._release_baton(microbatch)
             for handle in handles:
                 handle.remove()
-        for parameter, leaf in microbatch.stand_ins.values():
-            if leaf.grad is not None and id(parameter) not in microbatch.frozen:
-                batch.gradients.add(microbatch.index, parameter, leaf.grad)
-                leaf.grad = None
         if batch.records:
             for call in microbatch.calls:
                 call.check_nothing_escaped()
@@ -882,7 +882,7 @@ class Pipeline(CallOwner):
             microbatch.where = f"{call.label}; device {device.name}"
             count_backward(device, microbatch, call)
             stage = microbatch.stage, microbatch.index
-            defers = stage in batch.deferring and self.turns.is_in_its_stage(microbatch, call)
+            defers = stage in batch.deferring and self.turns.has_turn_of(microbatch, call)
             alone = call.layer.traits.compiles or (call.random_state is not None and device.shares_host_generator)
             if alone and call.kept is None:
                 self._take_baton(microbatch)
@@ -930,12 +930,14 @@ class Pipeline(CallOwner):
                 self.turnstiles.enter((number, action))
                 index = action.microbatch - batch.first
                 batch.begin_action(device, Action("W", action.stage, index))
-                for call in batch.deferring[action.stage, index]:
+                calls = batch.deferring[action.stage, index]
+                for call in calls:
                     where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
                     start = time.perf_counter()
                     with self.devices[device].running():
                         call.deferred_gradients = call.weight_gradients()
                     self.use[device].busy_seconds += time.perf_counter() - start
+                calls.clear()
                 batch.end_action(device, Action("W", action.stage, index))
                 self.turnstiles.leave((number, action))
                 batch.weights_done(index)
