@@ -370,6 +370,27 @@ def test_blocks_that_work_in_place_and_share_weights() -> None:
         assert_equal(run(fit_pipeline, devices=2, schedule=schedule), reference)
 
 
+@pytest.mark.parametrize("schedule", ["roundpipe", "zb1p"])
+def test_a_checkpoint_in_a_layer_beside_one_that_draws(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint sets the process's generator while it runs again."""
+
+    class Draws(InPlaceBlocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3))
+
+    def run(devices: int, **options: Any) -> dict:
+        torch.manual_seed(7)
+        batches = batches_of(sequences, 4, 8, torch.float64)
+        return result(fit_pipeline(Draws().double(), batches, 8, devices, **options))
+
+    reference = run(1)
+    for repetition in range(5):
+        draw = random.Random(repetition)
+        monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 3e-4))
+        assert_equal(run(3, schedule=schedule), reference)
+
+
 def test_a_gradient_that_a_hook_changes_in_place() -> None:
     """The linear map's gradient is that of the layer's argument, too, which a hook changes before the W."""
 

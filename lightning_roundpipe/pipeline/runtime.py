@@ -8,7 +8,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from lightning_roundpipe.pipeline.occupancy import Occupancy, Peaks
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
 from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
-from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
+from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, noting_sets, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run, graph_leaves
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
@@ -332,6 +332,8 @@ class Pipeline(CallOwner):
         """Whether a backward would take the process's generators, or the user's modules, away from the main thread's
         own code."""
         if self._backward_draws or (self._batch is not None and self._batch.recomputes):
+            return True
+        if any(layer.traits.sets_generator for layer in self.layers):
             return True
         return any(device.shares_host_generator for device in self.devices) and any(
             layer.draws() or layer.traits.compiles for layer in self.layers
@@ -825,7 +827,8 @@ class Pipeline(CallOwner):
         batch, traits = microbatch.batch, call.layer.traits
         many = batch.microbatches > 1
         watch = batch.serial or not many  # nothing else runs then, so whoever drew is the layer
-        if not (watch or traits.compiles or (call.layer.draws() and device.shares_host_generator)):
+        alone = traits.compiles or traits.sets_generator or (call.layer.draws() and device.shares_host_generator)
+        if not (watch or alone):
             compiled = unprepared_compilations()
             run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
             self._end_compiling(microbatch)
@@ -843,7 +846,8 @@ class Pipeline(CallOwner):
         else:
             started = before
         microbatch.accesses.in_layer = batch.records
-        run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+        with self._noting_sets(call):
+            run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
         microbatch.accesses.in_layer = False
         if watch and not RandomState.capture().same(started):
             traits.draws = True
@@ -855,6 +859,12 @@ class Pipeline(CallOwner):
             call.seed = call.random_state = None
         self._release_baton(microbatch)
         return run
+
+    def _noting_sets(self, call: Call) -> AbstractContextManager[None]:
+        """First batch: finds the layers that set the generator for a while. From now on they hold the baton."""
+        return (
+            noting_sets(partial(setattr, call.layer.traits, "sets_generator", True)) if call.record else nullcontext()
+        )
 
     def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
         """The backward of one layer call; runs when autograd comes to its node."""
@@ -883,25 +893,21 @@ class Pipeline(CallOwner):
             count_backward(device, microbatch, call)
             stage = microbatch.stage, microbatch.index
             defers = stage in batch.deferring and self.turns.has_turn_of(microbatch, call)
-            alone = call.layer.traits.compiles or (call.random_state is not None and device.shares_host_generator)
-            if alone and call.kept is None:
+            traits = call.layer.traits
+            alone = traits.compiles or (call.random_state is not None and device.shares_host_generator)
+
+            def work() -> Any:
+                with self._noting_sets(call):
+                    return call.backward(device, gradients, parameters=parameters, defers=defers)
+
+            if traits.sets_generator or (alone and call.kept is None):
                 self._take_baton(microbatch)
                 before = RandomState.capture()
-                inputs, found = self._timed(
-                    microbatch,
-                    self.backward_costs,
-                    call,
-                    lambda: call.backward(device, gradients, parameters=parameters, defers=defers),
-                )
+                inputs, found = self._timed(microbatch, self.backward_costs, call, work)
                 before.restore()
                 self._release_baton(microbatch)
             else:
-                inputs, found = self._timed(
-                    microbatch,
-                    self.backward_costs,
-                    call,
-                    lambda: call.backward(device, gradients, parameters=parameters, defers=defers),
-                )
+                inputs, found = self._timed(microbatch, self.backward_costs, call, work)
                 self._end_compiling(microbatch)
             count_gradients(device, microbatch, found)
             if batch.deferring:
