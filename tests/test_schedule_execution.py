@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_close, assert_equal, fit_microbatches, fit_pipeline, result
-from models import CNN, GPT, Lit, batches_of, pictures, tokens
+from models import CNN, GPT, Lit, batches_of, pictures, sequences, tokens
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 from torchmetrics import MeanMetric
 
 from lightning_roundpipe.devices import CpuDevice
@@ -145,13 +146,30 @@ def test_deferred_weights_in_other_precisions(schedule: str, precision: str) -> 
 # --- a schedule as data
 
 
-def test_a_schedule_of_one_s_own() -> None:
-    """Read from text, with a fused stage, and microbatches in an order of their own."""
-    text = """
-    0 | F0.1 F0.0 F0.3 F0.2 B2.1 B2.0 B2.3 B2.2
-    1 | FB1.1 FB1.0 FB1.3 FB1.2
-    """
-    ours = trained("gpt", 4, 2, schedule=Schedule.from_text(text))
+OWN = {
+    "a fused stage, microbatches in an order of their own": """
+        0 | F0.1 F0.0 F0.3 F0.2 B2.1 B2.0 B2.3 B2.2
+        1 | FB1.1 FB1.0 FB1.3 FB1.2
+    """,
+    "all fused, dealt by microbatch": """
+        0 | FB0.0 FB0.2
+        1 | FB0.3 FB0.1
+    """,
+    "all on one device, W for some": """
+        0 | F0.1 F0.0 F0.3 F0.2 F1.3 F1.2 F1.1 F1.0 B2.3 B2.2 W2.3 B2.1 B2.0 B3.1 B3.0 B3.3 W3.3 W2.1 B3.2 W3.2
+        1 |
+    """,
+    "forward here, backward there, more stages than calls": f"""
+        0 | {" ".join(f"F{stage}.{m}" for stage in range(9) for m in range(4))}
+        1 | {" ".join(f"{kind}{stage}.{m}" for stage in range(9, 16) for m in (3, 1, 0, 2) for kind in "BW")}
+    """,
+}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_schedule_of_one_s_own(name: str) -> None:
+    """Read from text."""
+    ours = trained("gpt", 4, 2, schedule=Schedule.from_text(OWN[name]))
     assert_equal(ours, expected("gpt", 4))
 
 
@@ -161,7 +179,9 @@ def test_a_schedule_of_one_s_own() -> None:
         (gpipe(2, 4), 3, 4, "for 2 devices, but there are 3"),
         (gpipe(2, 4), 2, 3, "for 4 microbatches, but `microbatches` is 3"),
         (Schedule(((Action("B", 0, 0),), ()), 0), 2, 1, "B0"),
-        ("pipedream", 2, 2, "must be one of roundpipe"),
+        (Schedule.from_text("0 | F0.0 F0.1"), 1, 2, "ends with F0·mb0: it has no backward"),
+        (Schedule.from_text("0 | FB0.0 B1.0"), 1, 1, "has B1·mb0, but the forward of its layers is in no stage"),
+        ("pipedream", 2, 2, "must be one of .*gpipe.* got .pipedream"),
     ],
 )
 def test_schedules_that_do_not_suit(schedule: Any, devices: int, m: int, words: str) -> None:
@@ -226,7 +246,7 @@ def test_no_product_is_computed_twice(name: str, needs_input: bool) -> None:
         deferred = DeferredWeights(parameters)
         with deferred:
             y = layer(x)
-            found = torch.autograd.grad(y, [*targets, deferred.token], seed, allow_unused=True)
+        found = deferred.differentiate([y], targets, [seed])
     with CountsProducts() as later:
         assert deferred.waiting
         rest = deferred.gradients()
@@ -238,6 +258,167 @@ def test_no_product_is_computed_twice(name: str, needs_input: bool) -> None:
         sums[id(parameter)] = sums[id(parameter)] + gradient if id(parameter) in sums else gradient
     for target, gradient in zip(targets, wanted, strict=True):
         torch.testing.assert_close(sums[id(target)], gradient, rtol=1e-12, atol=1e-12)
+
+
+def _stopped(x: Tensor) -> Tensor:
+    class Stop(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> None:
+            return None
+
+    return Stop.apply(x)
+
+
+def _force(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """An energy and its gradient, which the loss depends on."""
+    energy = functional.linear(x, weight, bias).pow(3).sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    return energy + force.pow(2).sum()
+
+
+USES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[tuple[int, ...], ...], int]] = {
+    "changed in place": (lambda x, w, b: functional.relu_(functional.linear(x, w, b)), ((2, 5, 4), (3, 4), (3,)), 2),
+    "a view changed in place": (
+        lambda x, w, b: functional.linear(x, w, b).view(-1)[:4].mul_(2), ((2, 5, 4), (3, 4), (3,)), 2
+    ),
+    "one sample": (functional.linear, ((4,), (3, 4), (3,)), 2),
+    "no samples": (functional.linear, ((0, 4), (3, 4), (3,)), 2),
+    "no inputs": (functional.linear, ((2, 0), (3, 0), (3,)), 2),
+    "no outputs": (functional.linear, ((2, 4), (0, 4), (0,)), 2),
+    "a bias for all outputs": (functional.linear, ((5, 4), (3, 4), (1,)), 0),
+    "a bias per sample": (functional.linear, ((5, 4), (3, 4), (5, 3)), 0),
+    "expanded": (lambda x, w, b: functional.linear(x.expand(5, 2, 4), w, b).sum(0), ((1, 2, 4), (3, 4), (3,)), 2),
+    "no gradient": (lambda x, w, b: _stopped(functional.linear(x, w, b)) + x[:, :3], ((5, 4), (3, 4), (3,)), 0),
+    "vmap": (
+        lambda x, w, b: torch.func.vmap(lambda row: functional.linear(row, w, b))(x), ((5, 4), (3, 4), (3,)), 0
+    ),
+    "checkpoint": (
+        lambda x, w, b: checkpoint(lambda y: functional.linear(y, w, b).sin(), x, use_reentrant=False),
+        ((5, 4), (3, 4), (3,)),
+        2,
+    ),
+    "gradients in the forward": (_force, ((5, 4), (3, 4), (3,)), 2),
+    "unbatched convolution": (functional.conv1d, ((2, 9), (4, 2, 3), (4,)), 0),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [*((name, torch.float64) for name in USES), ("expanded", torch.complex128), ("one sample", torch.complex128)],
+)
+def test_uses_of_weights(name: str, dtype: torch.dtype) -> None:
+    """The gradients of plain autograd, None included; the last number: how many are left for later."""
+    use, shapes, left = USES[name]
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    targets = [x, weight, bias]
+    y = use(*targets)
+    seed = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, targets, seed, allow_unused=True)
+    deferred = DeferredWeights(targets[1:])
+    with deferred:
+        y = use(*targets)
+    found = deferred.differentiate([y], targets, [seed])
+    rest = deferred.gradients()
+    assert len(rest) == (0 if dtype.is_complex else left)
+    sums = {id(target): gradient for target, gradient in zip(targets, found, strict=True) if gradient is not None}
+    for parameter, gradient in rest:
+        sums[id(parameter)] = sums[id(parameter)] + gradient if id(parameter) in sums else gradient
+    for target, gradient in zip(targets, wanted, strict=True):
+        torch.testing.assert_close(sums.get(id(target)), gradient, rtol=1e-12, atol=1e-12)
+
+
+class InPlaceBlock(nn.Module):
+    """Changes outputs of linear maps in place, in and out of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(lambda x: functional.relu_(self.up(x)).sin(), x, use_reentrant=False)
+        return x + self.down(y).mul_(2)
+
+
+class InPlaceBlocks(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(InPlaceBlock() for _ in range(4))
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        x = functional.linear(batch["x"], self.blocks[0].up.weight, self.blocks[3].up.bias)
+        for block in [*self.blocks, self.blocks[1]]:
+            x = block(x)
+        return functional.linear(x, self.blocks[0].up.weight)[:, 0, :3].sub(batch["y"]).square().mean()
+
+
+def test_blocks_that_work_in_place_and_share_weights() -> None:
+    """With weights used between layers, too. Their uses add up in another order than plain autograd's."""
+    batches = batches_of(sequences, 3, 8, torch.float64)
+
+    def run(train: Callable[..., Any], **options: Any) -> dict:
+        torch.manual_seed(7)
+        return result(train(InPlaceBlocks().double(), batches, 4, **options))
+
+    reference = run(fit_pipeline, devices=1)
+    assert_close(reference["weights"], run(fit_microbatches)["weights"], 1e-12)
+    for schedule in NAMES:
+        assert_equal(run(fit_pipeline, devices=2, schedule=schedule), reference)
+
+
+@pytest.mark.parametrize("schedule", ["roundpipe", "zb1p"])
+def test_a_checkpoint_in_a_layer_beside_one_that_draws(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint sets the process's generator while it runs again."""
+
+    class Draws(InPlaceBlocks):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks[1] = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3))
+
+    def run(devices: int, **options: Any) -> dict:
+        torch.manual_seed(7)
+        batches = batches_of(sequences, 4, 8, torch.float64)
+        return result(fit_pipeline(Draws().double(), batches, 8, devices, **options))
+
+    reference = run(1)
+    for repetition in range(5):
+        draw = random.Random(repetition)
+        monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 3e-4))
+        assert_equal(run(3, schedule=schedule), reference)
+
+
+def test_a_gradient_that_a_hook_changes_in_place() -> None:
+    """The linear map's gradient is that of the layer's argument, too, which a hook changes before the W."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return x + self.map(y)
+
+    class Hooked(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Adds() for _ in range(4))
+
+        def loss(self, batch: dict[str, Tensor]) -> Tensor:
+            x = batch["x"]
+            for block in self.blocks:
+                x = x * 1.0
+                if x.requires_grad:
+                    x.register_hook(lambda gradient: gradient.clamp_(-1e-3, 1e-3))
+                x = block(x, batch["x"])
+            return x.square().mean()
+
+    batches = batches_of(sequences, 3, 8, torch.float64)
+    with pytest.raises(RuntimeError, match="changed in place after its backward"):
+        fit_pipeline(Hooked().double(), batches, 4, 2, schedule="zb1p")
 
 
 def test_frozen_and_foreign_weights_are_left_alone() -> None:

@@ -84,6 +84,7 @@ class Microbatch:
         """Lets go of what only the backward needs."""
         self.calls = []
         self.units_counted = {}
+        self.found = []
         self.stand_ins = {}
         self.mode = None
 

@@ -91,6 +91,8 @@ class Traits:
     """Whether it has run without its graph kept, which shows what a recompute needs."""
     known: bool = False
     """Whether it had before the present batch. Until then everything is copied."""
+    sets_generator: bool = False
+    """Sets the process's generator for a while, in the forward or, as a checkpoint does, in the backward."""
     changed_inputs: set[int] = field(default_factory=set)
     """Leaves of the arguments that are changed in place, by the layer or later: the recompute needs copies."""
     writes_state: bool = False
@@ -162,7 +164,11 @@ class Layer:
 
     def draws(self) -> bool:
         """Whether a call now may draw random numbers: it did before, or it has dropout that is in force."""
-        return self.traits.draws or any(module.training and module.p > 0 for module in self._dropouts)
+        return (
+            self.traits.draws
+            or self.traits.sets_generator
+            or any(module.training and module.p > 0 for module in self._dropouts)
+        )
 
     def structure(self) -> Any:
         """Layers that differ in it cannot share compiled code."""

@@ -8,6 +8,8 @@ import hashlib
 import random
 import struct
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +69,24 @@ def seed_all(seed: int, *, everything: bool = True) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed & 0xFFFFFFFF)
+
+
+@contextmanager
+def noting_sets(note: Callable[[], None]) -> Iterator[None]:
+    """Tells whether PyTorch's generator is set for a while, as a checkpoint and ``fork_rng`` do: what is drawn then
+    leaves no trace in its state. Only while nothing else runs.
+    """
+    set_state = torch.set_rng_state
+
+    def noted(new_state: Tensor) -> None:
+        note()
+        set_state(new_state)
+
+    torch.set_rng_state = noted
+    try:
+        yield
+    finally:
+        torch.set_rng_state = set_state
 
 
 def program_seed() -> int:

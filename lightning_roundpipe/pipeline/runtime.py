@@ -8,7 +8,7 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +39,7 @@ from lightning_roundpipe.pipeline.occupancy import Occupancy, Peaks
 from lightning_roundpipe.pipeline.plan import Costs, Plan, merge_sequences, repeated
 from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, commit_norm_statistics, share_compiled_code
-from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
+from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, noting_sets, seed_all
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run, graph_leaves
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
@@ -333,6 +333,8 @@ class Pipeline(CallOwner):
         own code."""
         if self._backward_draws or (self._batch is not None and self._batch.recomputes):
             return True
+        if any(layer.traits.sets_generator for layer in self.layers):
+            return True
         return any(device.shares_host_generator for device in self.devices) and any(
             layer.draws() or layer.traits.compiles for layer in self.layers
         )
@@ -535,6 +537,10 @@ class Pipeline(CallOwner):
         microbatch.batch.wait_weights(microbatch.index)
         for call, found in microbatch.found:
             self._add_gradients(microbatch, [*found, *call.deferred_gradients])
+        for parameter, leaf in microbatch.stand_ins.values():
+            if leaf.grad is not None:
+                self._add_gradients(microbatch, [(parameter, leaf.grad)])
+                leaf.grad = None
         self._finish_units(microbatch)
         if microbatch.batch.serial and not microbatch.batch.splits_calls:
             self.turnstiles.leave((microbatch.batch.number, _serial(microbatch.number, True)))
@@ -686,10 +692,6 @@ class Pipeline(CallOwner):
             self._release_baton(microbatch)
             for handle in handles:
                 handle.remove()
-        for parameter, leaf in microbatch.stand_ins.values():
-            if leaf.grad is not None and id(parameter) not in microbatch.frozen:
-                batch.gradients.add(microbatch.index, parameter, leaf.grad)
-                leaf.grad = None
         if batch.records:
             for call in microbatch.calls:
                 call.check_nothing_escaped()
@@ -830,7 +832,8 @@ class Pipeline(CallOwner):
         batch, traits = microbatch.batch, call.layer.traits
         many = batch.microbatches > 1
         watch = batch.serial or not many  # nothing else runs then, so whoever drew is the layer
-        if not (watch or traits.compiles or (call.layer.draws() and device.shares_host_generator)):
+        alone = traits.compiles or traits.sets_generator or (call.layer.draws() and device.shares_host_generator)
+        if not (watch or alone):
             compiled = unprepared_compilations()
             run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
             self._end_compiling(microbatch)
@@ -848,7 +851,8 @@ class Pipeline(CallOwner):
         else:
             started = before
         microbatch.accesses.in_layer = batch.records
-        run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
+        with self._noting_sets(call):
+            run = self._timed(microbatch, self.forward_costs, call, lambda: call.run(device, mode))
         microbatch.accesses.in_layer = False
         if watch and not RandomState.capture().same(started):
             traits.draws = True
@@ -860,6 +864,12 @@ class Pipeline(CallOwner):
             call.seed = call.random_state = None
         self._release_baton(microbatch)
         return run
+
+    def _noting_sets(self, call: Call) -> AbstractContextManager[None]:
+        """First batch: finds the layers that set the generator for a while. From now on they hold the baton."""
+        return (
+            noting_sets(partial(setattr, call.layer.traits, "sets_generator", True)) if call.record else nullcontext()
+        )
 
     def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
         """The backward of one layer call; runs when autograd comes to its node."""
@@ -887,26 +897,22 @@ class Pipeline(CallOwner):
             microbatch.where = f"{call.label}; device {device.name}"
             count_backward(device, microbatch, call)
             stage = microbatch.stage, microbatch.index
-            defers = stage in batch.deferring and self.turns.is_in_its_stage(microbatch, call)
-            alone = call.layer.traits.compiles or (call.random_state is not None and device.shares_host_generator)
-            if alone and call.kept is None:
+            defers = stage in batch.deferring and self.turns.has_turn_of(microbatch, call)
+            traits = call.layer.traits
+            alone = traits.compiles or (call.random_state is not None and device.shares_host_generator)
+
+            def work() -> Any:
+                with self._noting_sets(call):
+                    return call.backward(device, gradients, parameters=parameters, defers=defers)
+
+            if traits.sets_generator or (alone and call.kept is None):
                 self._take_baton(microbatch)
                 before = RandomState.capture()
-                inputs, found = self._timed(
-                    microbatch,
-                    self.backward_costs,
-                    call,
-                    lambda: call.backward(device, gradients, parameters=parameters, defers=defers),
-                )
+                inputs, found = self._timed(microbatch, self.backward_costs, call, work)
                 before.restore()
                 self._release_baton(microbatch)
             else:
-                inputs, found = self._timed(
-                    microbatch,
-                    self.backward_costs,
-                    call,
-                    lambda: call.backward(device, gradients, parameters=parameters, defers=defers),
-                )
+                inputs, found = self._timed(microbatch, self.backward_costs, call, work)
                 self._end_compiling(microbatch)
             count_gradients(device, microbatch, found)
             if batch.deferring:
@@ -935,12 +941,14 @@ class Pipeline(CallOwner):
                 self.turnstiles.enter((number, action))
                 index = action.microbatch - batch.first
                 batch.begin_action(device, Action("W", action.stage, index))
-                for call in batch.deferring[action.stage, index]:
+                calls = batch.deferring[action.stage, index]
+                for call in calls:
                     where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
                     start = time.perf_counter()
                     with self.devices[device].running():
                         call.deferred_gradients = call.weight_gradients()
                     self.use[device].busy_seconds += time.perf_counter() - start
+                calls.clear()
                 batch.end_action(device, Action("W", action.stage, index))
                 self.turnstiles.leave((number, action))
                 batch.weights_done(index)

@@ -400,7 +400,8 @@ class Call:
         if all(gradient is None for gradient in gradients):
             return [None] * len(self.gradient_inputs), []
         self.done = True
-        if defers and parameters and self.kept is None and self.compiled is None:
+        compiled = self.compiled is not None or self.layer.traits.compiles
+        if defers and parameters and self.kept is None and not compiled:
             self.deferred = DeferredWeights(self.parameters)
         try:
             run = self.kept if self.kept is not None else self._run_again(device)
@@ -440,11 +441,12 @@ class Call:
             targets += foreign
         if not outputs or not targets:
             return [None] * len(run.edges), []
-        if self.deferred is not None:
-            targets.append(self.deferred.token)
-        with device.running(), self.deferred or nullcontext():
+        with device.running():
             try:
-                found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
+                if self.deferred is not None:
+                    found = self.deferred.differentiate(outputs, targets, seeds)
+                else:
+                    found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
             except RuntimeError as error:
                 if "use_reentrant" in str(error):
                     raise RecomputeError(

@@ -42,10 +42,15 @@ class Turns:
         if plan is not None and call.position is not None:
             self._enter_stage(microbatch, plan.backward_stage[call.position])
 
-    def is_in_its_stage(self, microbatch: Microbatch, call: Call) -> bool:
-        """Whether a call's backward runs in the stage that it was planned for."""
+    def has_turn_of(self, microbatch: Microbatch, call: Call) -> bool:
+        """Whether a call's backward runs within the turn that it was planned for."""
         plan = microbatch.batch.plan
-        return plan is not None and call.position is not None and plan.backward_stage[call.position] == microbatch.stage
+        return (
+            plan is not None
+            and call.position is not None
+            and microbatch.ticket is not None
+            and plan.backward_stage[call.position] == microbatch.stage
+        )
 
     def leave_backward(self, microbatch: Microbatch, call: Call) -> None:
         """Ends the turn with the backward of the first call of a stage."""

@@ -10,7 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -32,8 +34,9 @@ class DeferredWeights(TorchFunctionMode):
         super().__init__()
         self._own = {id(parameter) for parameter in parameters if parameter.requires_grad}
         self._later: list[Callable[[], Found]] = []
-        self.token = torch.empty(0, requires_grad=True)
-        """To be differentiated for, too: so that the backward also visits what leads to no other input."""
+        with torch.enable_grad():
+            self._token = torch.empty(0, requires_grad=True).clone()
+        """Differentiated for, too: so that the backward also visits what leads to no other input."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -43,13 +46,28 @@ class DeferredWeights(TorchFunctionMode):
         if kind is not None and torch.is_grad_enabled():
             x, *settings = _in_order(kind.names, args, kwargs)
             operation = kind(*settings)
-            if self._may_wait(operation) and operation.takes(x):
-                return _InputGradient.apply(operation, self._later, self.token, x)
+            if self._may_wait(operation, x) and operation.takes(x):
+                return _InputGradient.apply(operation, self._later, self._token, x)
         return func(*args, **kwargs)
 
-    def _may_wait(self, operation: "Operation") -> bool:
+    def differentiate(
+        self, outputs: Sequence[Tensor], targets: Sequence[Any], seeds: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """As :func:`torch.autograd.grad`, with the mode in force: a checkpoint in the layer runs part of it again."""
+        with self:
+            found: tuple[Tensor | None, ...] = _engine_run_backward(
+                tuple(outputs), tuple(seeds), False, False, (*targets, self._token), True, accumulate_grad=False
+            )
+        return found[:-1]
+
+    def _may_wait(self, operation: "Operation", x: Tensor) -> bool:
         bias = operation.bias
-        return id(operation.weight) in self._own and (bias is None or not bias.requires_grad or id(bias) in self._own)
+        return (
+            id(operation.weight) in self._own
+            and (bias is None or not bias.requires_grad or id(bias) in self._own)
+            and all(tensor is None or _is_plain(tensor) for tensor in (x, operation.weight, bias))
+            and not _is_transformed()
+        )
 
     @property
     def waiting(self) -> bool:
@@ -78,7 +96,8 @@ class Operation(ABC):
     def forward(self, x: Tensor) -> Tensor: ...
 
     @abstractmethod
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor: ...
+    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
+        """Itself differentiable for the weight: a layer may take gradients in its forward."""
 
     @abstractmethod
     def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]: ...
@@ -99,17 +118,18 @@ class _Linear(Operation):
         self.weight, self.bias = weight, bias
 
     def takes(self, x: Tensor) -> bool:
-        return self.weight.ndim == 2
+        return self.weight.ndim == 2 and (self.bias is None or self.bias.shape == self.weight.shape[:1])
 
     def forward(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight.detach(), None if self.bias is None else self.bias.detach())
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        return gradient @ self.weight.detach().to(gradient.dtype)
+        return gradient @ self.weight.to(gradient.dtype)
 
     def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
-        gradient = gradient.reshape(-1, gradient.shape[-1])
-        return gradient.t() @ x.reshape(-1, x.shape[-1]), gradient.sum(0)
+        rows = gradient.shape[:-1].numel()
+        gradient = gradient.reshape(rows, gradient.shape[-1])
+        return gradient.t() @ x.reshape(rows, x.shape[-1]), gradient.sum(0)
 
 
 class _Convolution(Operation):
@@ -135,7 +155,7 @@ class _Convolution(Operation):
             [value] * self._dims if isinstance(value, int) else list(value) for value in self._settings[:3]
         )
         return torch.ops.aten.convolution_backward(
-            gradient, x.to(gradient.dtype), self.weight.detach().to(gradient.dtype), [self.weight.shape[0]], stride,
+            gradient, x.to(gradient.dtype), self.weight.to(gradient.dtype), [self.weight.shape[0]], stride,
             padding, dilation, False, [0] * self._dims, self._settings[3], mask,
         )  # fmt: skip
 
@@ -164,18 +184,45 @@ def _in_order(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any])
     return [given[name] if name in given else defaults[name] for name in names]
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Neither complex, whose products are with the conjugate, nor sparse, nested or of a type of somebody's own."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+
+
+def _is_transformed() -> bool:
+    """Whether a transform such as ``vmap`` or ``jvp`` is at work, which would have to know of our function."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 class _InputGradient(torch.autograd.Function):
     """The operation, with the gradients of its parameters left for later."""
 
     @staticmethod
     def forward(ctx: Any, operation: Operation, later: list[Callable[[], Found]], token: Tensor, x: Tensor) -> Tensor:
         ctx.operation, ctx.later = operation, later
-        ctx.save_for_backward(x)
-        return operation.forward(x)
+        ctx.token_node = get_gradient_edge(token).node
+        ctx.save_for_backward(x, operation.weight)  # so that autograd sees if one is changed in place before backward
+        ctx.set_materialize_grads(False)
+        return operation.forward(x).detach()  # no view of what is in here, so that it may be changed in place
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        (x,) = ctx.saved_tensors
-        ctx.later.append(partial(ctx.operation.found, x.detach(), gradient))
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
+        if gradient is None:
+            return None, None, None, None
+        x = ctx.saved_tensors[0].detach()
+        if torch._C._will_engine_execute_node(ctx.token_node):  # not where the layer itself takes a gradient
+            ctx.later.append(partial(_found_later, ctx.operation, x, x._version, gradient, gradient._version))
         wanted = ctx.needs_input_grad[3]
         return None, None, None, ctx.operation.input_gradient(x, gradient).to(x.dtype) if wanted else None
+
+
+def _found_later(operation: Operation, x: Tensor, x_version: int, gradient: Tensor, gradient_version: int) -> Found:
+    """The parameters' gradients, of what was there in the backward."""
+    if (x._version, gradient._version) != (x_version, gradient_version):
+        raise RuntimeError(
+            "An input or a gradient of a linear map or convolution was changed in place after its backward, before the"
+            " schedule's weight gradients were computed of it. A hook on a gradient should return a new tensor"
+            " (gradient.clamp(...) instead of gradient.clamp_(...)), and a batch's tensors must not be overwritten"
+            " while it is trained with; or use a schedule that leaves no weight gradients for later."
+        )
+    return operation.found(x, gradient)

@@ -131,6 +131,8 @@ def cut(
 
 def _even(costs: Sequence[Cost], parts: int) -> list[tuple[int, int]]:
     """Consecutive parts, each ended where the sum comes closest to its share."""
+    if not parts:
+        return []
     total = [*accumulate(costs, initial=0)]
     ends = [0]
     for part in range(1, parts):

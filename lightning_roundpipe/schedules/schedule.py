@@ -113,6 +113,10 @@ class Schedule:
                     raise ValueError(f"The schedule has {action}, but stage {stage} of microbatch 0 is {first[stage]}.")
             if stage and first[stage] != "B" and first[stage - 1] != "F":
                 raise ValueError(f"The schedule has {Action(first[stage], stage, 0)} after the backward has begun.")
+        if first and first[-1] == "F":
+            raise ValueError(f"The schedule ends with {Action('F', stages - 1, 0)}: it has no backward.")
+        if stages > 1 and first[0] == "FB":
+            raise ValueError(f"The schedule has {Action('B', 1, 0)}, but the forward of its layers is in no stage.")
 
     def in_order(self) -> Iterator[tuple[Action, int, int]]:
         """The actions in an order in which they can run, each with its device and the slot in which it can.
