@@ -270,8 +270,8 @@ def test_more_stages_than_calls() -> None:
         ("0 | F0.0 B1.0 FB2.0", "FB2·mb0 after the backward has begun"),
         ("0 | F0.0 B1.0 F2.0", "F2·mb0 after the backward has begun"),
         ("0 | F0.0 F0.1 FB1.0 B1.1", "has B1·mb1, but stage 1 of microbatch 0 is FB"),
-        ("0 | F0.0 F1.1 F0.1 F1.0", "never run F1·mb1 on device 0"),
-        ("0 | F0.0 F1.1 \n 1 | F1.0 F2.1 F0.1 F2.0", "never run F1·mb1 on device 0"),
+        ("0 | F0.0 F1.1 F0.1 F1.0 B2.0 B2.1", "never run F1·mb1 on device 0"),
+        ("0 | F0.0 F1.1 B3.0 B3.1 \n 1 | F1.0 F2.1 F0.1 F2.0", "never run F1·mb1 on device 0"),
     ],
 )
 def test_validation_names_the_action(text: str, message: str) -> None:

@@ -194,7 +194,7 @@ class Call:
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         if watch is None:  # which sees nothing of compiled code
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
-        replica = layer.borrow(watched=self.record)
+        replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
             with watch or nullcontext():
                 run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
