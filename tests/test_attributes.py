@@ -969,7 +969,13 @@ class Ordinary(Habit):
 
 def serial_reasons(kind: type[Habit], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     reasons: list[str] = []
-    monkeypatch.setattr(Pipeline, "run_serially", lambda pipeline, reason: reasons.append(reason))
+    run_serially = Pipeline.run_serially
+
+    def noted(pipeline: Pipeline, reason: str) -> None:
+        reasons.append(reason)
+        run_serially(pipeline, reason)
+
+    monkeypatch.setattr(Pipeline, "run_serially", noted)
     trained(kind, 3, 2)
     return reasons
 

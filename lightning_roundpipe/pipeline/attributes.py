@@ -165,8 +165,13 @@ class ModuleAttributes:
         microbatch.contents = {}
         self._check_order(microbatch, changed)
 
-    def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any) -> None:
-        """Sets what a layer has set in its forward."""
+    def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any, found: dict[str, Any]) -> None:
+        """Sets what a layer has set in its forward, which began with the attributes found.
+
+        Raises:
+            RuntimeError: When the layer went on from a value that an earlier microbatch has changed meanwhile, or later
+                ones have.
+        """
         key = id(module), name
         before = module.__dict__.get(name, _MISSING)
         module.__dict__[name] = value
@@ -176,6 +181,10 @@ class ModuleAttributes:
                 microbatch.seen[id(module)][1][name] = value
             if microbatch.batch.records:
                 self._use(key).set_by_layers = True
+            began = found.get(name, _MISSING)
+            exempt = key in self._made_anew or self._private.get(key) or microbatch.batch.serial
+            if not exempt and _goes_on(began, value) and not _same_value(began, before):
+                raise self._out_of_order(key)
             if _goes_on(before, value):
                 self._check_order(microbatch, [key])
 
@@ -234,13 +243,15 @@ class ModuleAttributes:
             if key in self._made_anew or self._private.get(key):
                 continue
             if last > microbatch.index:
-                raise RuntimeError(
-                    f"{self._name(key)} changes in the step, and microbatches come to it in another order than one"
-                    " after the other, which they did not in the first batch. So what they find there would not be"
-                    " what a plain run has. Keep such values out of training_step, or train with"
-                    " RoundPipeStrategy(microbatches=1)."
-                )
+                raise self._out_of_order(key)
             batch.last_to_change[key] = microbatch.index
+
+    def _out_of_order(self, key: Key) -> RuntimeError:
+        return RuntimeError(
+            f"{self._name(key)} changes in the step, and microbatches come to it in another order than one after the"
+            " other, which they did not in the first batch. So what they find there would not be what a plain run has."
+            " Keep such values out of training_step, or train with RoundPipeStrategy(microbatches=1)."
+        )
 
     def _versions(self) -> list[tuple[Key, Tensor, int]]:
         """Tensors of modules between layers, which the code there may change in place."""

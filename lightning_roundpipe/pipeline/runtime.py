@@ -825,7 +825,7 @@ class Pipeline(CallOwner):
             for index, name in state.holding:
                 put_for(state.dicts[index][name], linked, set())
         for index, name, value in escaped.attribute_changes:
-            self.attributes.set(microbatch, call.layer.modules[index], name, value)
+            self.attributes.set(microbatch, call.layer.modules[index], name, value, call.state.dicts[index])
 
     def _run_call(self, microbatch: Microbatch, call: Call, device: Device, mode: str, number: int) -> Run:
         """Runs the layer for the first time; with random numbers of its own where it draws some."""
