@@ -105,6 +105,33 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+class Waiting(Counting):
+    """Each step needs what the test lets through, and notes the memory of its gradients."""
+
+    let_through = threading.Semaphore(0)
+    memory: list[set[int]] = []
+
+    def step(self, closure: Any = None) -> Any:
+        assert self.let_through.acquire(timeout=SECONDS)
+        self.memory.append({p.grad.data_ptr() for group in self.param_groups for p in group["params"]})
+        return super().step(closure)
+
+
+def test_the_next_batch_adds_up_while_a_step_needs_all_gradients(bench: Callable[..., Bench]) -> None:
+    Waiting.memory = []
+    ours = bench(partial(Waiting, lr=0.1))
+    ours.submit(gradients(0))
+    for seed in range(1, 6):
+        ours.submit(gradients(seed))  # would wait for the step before, which has not begun
+        Waiting.let_through.release()
+    Waiting.let_through.release()
+    ours.worker.wait_idle()
+    root, _ = plain(partial(SGD, lr=0.1), *map(gradients, range(6)))
+    assert_equal(ours.root.state_dict(), root.state_dict())
+    assert len(Waiting.memory) == 6
+    assert len(set().union(*Waiting.memory)) <= 2 * len(Waiting.memory[0])
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_are_the_optimizer_s_own(name: str, bench: Callable[..., Bench]) -> None:
     ours = bench(OPTIMIZERS[name])

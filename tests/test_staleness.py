@@ -24,8 +24,15 @@ from models import GPT, MLP, SGD, Lit, batches_of, tokens, vectors
 from torch import Tensor, nn
 
 MODELS = {"mlp": (MLP, vectors), "gpt": (GPT, tokens)}
+
+
+class Own(torch.optim.SGD):
+    """Not one of torch's, so it steps all parameters at once."""
+
+
 OPTIMIZERS = {
     "sgd": SGD,
+    "own": partial(Own, lr=0.1, momentum=0.9),
     "adamw": partial(torch.optim.AdamW, lr=0.02, foreach=False),
     "adamw foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
 }

@@ -318,7 +318,8 @@ class Pipeline(CallOwner):
         return self._batch
 
     def unit_order(self) -> list[Unit]:
-        """The units in the order of their first use in the forward."""
+        """The units in the order in which the batch that runs beside their step waits for them: the next forward for
+        their values, or with staleness 1 its backward for the memory of their gradients."""
         found: dict[Unit, None] = {unit: None for unit in self.store.units}
         for layer in self.layers:
             for unit in self.store.units_of_layer(layer):
@@ -326,7 +327,7 @@ class Pipeline(CallOwner):
         for index in self.plan.calls if self.plan is not None else ():
             found.update(dict.fromkeys(self.store.units_of_layer(self.layers[index])))
         found.update(dict.fromkeys(self.store.units))
-        return list(found)
+        return list(found)[::-1] if self.store.staleness else list(found)
 
     def draws_on_the_host(self) -> bool:
         """Whether a backward would take the process's generators, or the user's modules, away from the main thread's

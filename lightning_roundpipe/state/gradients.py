@@ -5,7 +5,7 @@ first (last use first), then the microbatches in turn, batch after batch until t
 """
 
 import threading
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,22 +35,34 @@ class _Sum:
         self.unit = unit
         self.buffers: list[Tensor | None] = [None] * len(unit.parameters)
         self.filled = [False] * len(unit.parameters)
+        self.spare: list[Tensor | None] = [None] * len(unit.parameters)
+        """Memory that a step has given back."""
         self.batches = 0
         """Number of batches that are complete for this unit. Guarded by the monitor's lock."""
+        self.taken = 0
+        """Number of the last optimizer step that took the sums with their memory. Guarded by the monitor's lock."""
 
     def add(self, index: int, gradient: Tensor) -> None:
         parameter = self.unit.parameters[index]
         buffer = self.buffers[index]
+        if buffer is None:
+            spare = self.spare  # the worker may give back others meanwhile
+            buffer, spare[index] = spare[index], None
         if self.filled[index]:
             assert buffer is not None
-            self.buffers[index] = buffer + gradient if buffer.is_sparse else buffer.add_(gradient)
+            buffer = buffer + gradient if buffer.is_sparse else buffer.add_(gradient)
         elif gradient.is_sparse:
-            self.buffers[index] = gradient.to(parameter.dtype)
+            buffer = gradient.to(parameter.dtype)
         else:
             if buffer is None or buffer.is_sparse or buffer.shape != gradient.shape:
-                buffer = self.buffers[index] = torch.empty_like(parameter, requires_grad=False)
+                buffer = torch.empty_like(parameter, requires_grad=False)
             buffer.copy_(gradient)
+        self.buffers[index] = buffer
         self.filled[index] = True
+
+    def may_be_written(self, steps: int) -> bool:
+        """Whether the optimizer has done with what so many steps read."""
+        return self.unit.done >= steps or self.taken >= steps
 
 
 class Gradients:
@@ -85,6 +97,24 @@ class Gradients:
         """Starts the unit's sums anew."""
         filled = self.sums[unit.index].filled
         filled[:] = [False] * len(filled)
+
+    def take(self, units: Iterable[Unit]) -> list[list[Tensor | None]]:
+        """Starts the units' sums anew in other memory, for a step that needs all gradients until its end."""
+        taken = []
+        for unit in units:
+            sum_ = self.sums[unit.index]
+            taken.append(sum_.buffers)
+            sum_.buffers = [None] * len(sum_.buffers)
+            self.clear(unit)
+            with self.monitor.lock:
+                sum_.taken = unit.done + 1
+                unit.changed.notify_all()
+        return taken
+
+    def give_back(self, units: Iterable[Unit], taken: Iterable[list[Tensor | None]]) -> None:
+        """Lets the memory that a step has taken be used again."""
+        for unit, buffers in zip(units, taken, strict=True):
+            self.sums[unit.index].spare = buffers
 
     def adopt(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Goes on adding to a gradient that is there already."""
@@ -165,12 +195,12 @@ class BatchGradients:
                 return
             sum_ = self._gradients.sums[number]
             monitor = self._gradients.monitor
-            if sum_.batches < self.number or unit.done < self._required_steps:
+            if sum_.batches < self.number or not sum_.may_be_written(self._required_steps):
                 # The batch before comes first, and what the optimizer still reads must not be written.
                 with monitor.lock:
                     monitor.wait_for(
                         unit.changed,
-                        lambda: sum_.batches == self.number and unit.done >= self._required_steps,
+                        lambda: sum_.batches == self.number and sum_.may_be_written(self._required_steps),
                         self.number,
                     )
             while self._next[number] in finished:

@@ -55,7 +55,7 @@ class OptimizerWorker:
         store: Where steps are published.
         gradients: Where gradients come from.
         monitor: An error of the worker fails the pipeline through it, and the other way round.
-        order: The units in the order in which the next forward needs them.
+        order: The units in the order in which the next batch needs them.
         threads: Number of cores for the step.
         average: Where there are several processes, averages their gradients, in place, before each step.
     """
@@ -132,14 +132,18 @@ class OptimizerWorker:
             for hook in optimizer._optimizer_step_pre_hooks.values():
                 hook(optimizer, (), {})
         by_unit = steps_by_parameter(optimizer)
+        taken = None if by_unit else self._gradients.take(self.order)
         if go and not by_unit:
             whole.step()
+        if taken is not None:
+            self._gradients.give_back(self.order, taken)
         group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
         hooks = list(optimizer._optimizer_step_post_hooks.values())
         for unit in self.order:
             if go and by_unit:
                 self._step_unit(whole, unit, group_of)
-            self._gradients.clear(unit)
+            if by_unit:
+                self._gradients.clear(unit)
             if not hooks:
                 self._store.publish(unit)
         if go:
