@@ -128,12 +128,14 @@ class Way:
     background_step: bool = True
     staleness: int = 0
     plain: bool = False
+    split: str = "auto"
 
     def __str__(self) -> str:
         if self.plain:
             return "plain"
         step = "background" if self.background_step else "inline"
-        return f"M{self.microbatches}-D{self.devices}-{step}" + ("-stale" if self.staleness else "")
+        split = "" if self.split == "auto" else f"-{self.split}"
+        return f"M{self.microbatches}-D{self.devices}-{step}" + ("-stale" if self.staleness else "") + split
 
     def trainer(self, strategy: dict[str, Any] | None = None, **options: Any) -> L.Trainer:
         """A quiet trainer of one epoch; `strategy` holds further options of the pipeline."""
@@ -150,26 +152,29 @@ class Way:
     def placement(self, **strategy: Any) -> dict[str, Any]:
         if self.plain:
             return {"devices": 1, "strategy": "auto"}
-        return {
-            "devices": self.devices,
-            "strategy": RoundPipeStrategy(
-                microbatches=self.microbatches,
-                staleness=self.staleness,
-                background_step=self.background_step,
-                **strategy,
-            ),
+        options = {
+            "microbatches": self.microbatches,
+            "staleness": self.staleness,
+            "background_step": self.background_step,
+            "split": self.split,
         }
+        return {"devices": self.devices, "strategy": RoundPipeStrategy(**(options | strategy))}
 
 
 PLAIN = Way(microbatches=1, devices=1, plain=True)
 PIPELINES = [Way(*setting) for setting in product((1, 2, 3, 4), (1, 2, 3), (False, True))]
 FEW = [Way(1, 1, False), Way(2, 2, True), Way(2, 3, False), Way(3, 3, True), Way(4, 1, True), Way(4, 2, False)]
-STALE = [Way(m, d, staleness=1) for m, d in ((1, 1), (2, 2), (3, 3), (4, 2))]
+# A loss of zero, that of many a small net here, shows nothing about how its batch may be split: the batch stays whole
+# unless that is said.
+STEP = [Way(*setting, split="step") for setting in ((2, 2), (3, 3, False), (4, 2), (4, 1, False))]
+MODEL = [Way(*setting, split="model") for setting in ((2, 2), (4, 3, False))]
+STALE = [*(Way(m, d, staleness=1) for m, d in ((1, 1), (2, 2), (3, 3), (4, 2))), Way(3, 2, staleness=1, split="step")]
 
-in_every_way = pytest.mark.parametrize("way", [PLAIN, *PIPELINES], ids=str)
-in_every_pipeline = pytest.mark.parametrize("way", PIPELINES, ids=str)
-in_few_ways = pytest.mark.parametrize("way", [PLAIN, *FEW], ids=str)
-in_few_pipelines = pytest.mark.parametrize("way", FEW, ids=str)
+in_every_way = pytest.mark.parametrize("way", [PLAIN, *PIPELINES, *STEP, *MODEL], ids=str)
+in_every_default_way = pytest.mark.parametrize("way", [PLAIN, *PIPELINES], ids=str)
+in_every_pipeline = pytest.mark.parametrize("way", [*PIPELINES, *STEP, *MODEL], ids=str)
+in_few_ways = pytest.mark.parametrize("way", [PLAIN, *FEW, STEP[0], MODEL[1]], ids=str)
+in_few_pipelines = pytest.mark.parametrize("way", [*FEW, STEP[0], MODEL[1]], ids=str)
 
 
 def loader(batches: Any) -> DataLoader:

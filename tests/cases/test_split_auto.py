@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
-from .common import PLAIN, Net, Way, X, col, fit, in_every_way, in_few_pipelines, lin, near, sgd, weights
+from .common import FEW, PLAIN, Net, Way, X, col, fit, lin, near, sgd, weights
+from .common import in_every_default_way as in_every_way
 
 AUTO = {"split": "auto"}
+in_few_pipelines = pytest.mark.parametrize("way", FEW, ids=str)
 EIGHT = col(1, 2, 3, 4, 5, 6, 7, 8)
 
 
@@ -38,28 +40,34 @@ def contrast(module: Net, batch: Tensor) -> Tensor:
     return cross_entropy(logits, torch.arange(len(batch)))
 
 
+by_itself_or_at_calls = pytest.mark.parametrize("split", ["auto", "model"])
+
+
+@by_itself_or_at_calls
 @in_every_way
-def test_the_variance_over_a_batch(way: Way) -> None:
+def test_the_variance_over_a_batch(way: Way, split: str) -> None:
     """Microbatches of equal rows have no variance, so no gradient at all."""
     module = Net(lin(1), loss=variance, optimizer=sgd(0.1))
-    fit(module, [col(0, 0, 2, 2)], way, strategy=AUTO)
+    fit(module, [col(0, 0, 2, 2)], way, strategy={"split": split})
     assert weights(module) == near([0.8])
 
 
+@by_itself_or_at_calls
 @in_every_way
-def test_a_contrastive_loss_over_a_batch(way: Way) -> None:
+def test_a_contrastive_loss_over_a_batch(way: Way, split: str) -> None:
     """Each sample contrasted with its own microbatch only."""
     module = Net(lin(1), loss=contrast, optimizer=sgd(0.1))
-    fit(module, [col(0, 1, 2, 3)], way, strategy=AUTO)
+    fit(module, [col(0, 1, 2, 3)], way, strategy={"split": split})
     assert weights(module) == near([0.9243703])
 
 
+@pytest.mark.parametrize("batches", [1, 3])
 @in_every_way
-def test_tensors_of_different_length_run_whole(way: Way) -> None:
+def test_tensors_of_different_length_run_whole(way: Way, batches: int) -> None:
     """A ragged batch cut into its tensors: a mean of means. The first loss, zero, tells nothing."""
     module = Net(lin(0), loss=lambda module, batch: module.net(torch.cat(batch)).mean(), optimizer=sgd(1.0))
-    fit(module, [[col(1), col(2, 2), col(3, 3, 3)]] * 3, way, strategy=AUTO)
-    assert weights(module) == near([-7.0])
+    fit(module, [[col(1), col(2, 2), col(3, 3, 3)]] * batches, way, strategy=AUTO)
+    assert weights(module) == near([batches * -14 / 6])
 
 
 @in_every_way
@@ -150,19 +158,21 @@ def test_one_line_says_what_was_chosen(make: Callable[[], Net], words: str, capl
 
 @pytest.mark.parametrize("m", [2, 3, 4])
 @pytest.mark.parametrize(
-    ("loss", "words"),
+    ("values", "loss", "batch", "words"),
     [
-        (lambda module, batch: module.net(batch).sum(), r"loss_weight='sum'"),
-        (variance, "couples samples"),
-        (contrast, "couples samples"),
+        ((2, 3, 5), lambda module, batch: module.net(batch).sum(), X, r"loss_weight='sum'"),
+        ((1,), variance, col(0, 0, 2, 2), "couples samples"),
+        ((1,), contrast, col(0, 1, 2, 3), "couples samples"),
     ],
     ids=["sum", "variance", "contrast"],
 )
-def test_a_fixed_split_that_does_not_fit_warns(loss: Callable[..., Tensor], words: str, m: int) -> None:
-    """Silently another loss than the one that was written."""
-    batch = col(0, 0, 2, 3)
+def test_a_fixed_split_that_does_not_fit_warns(
+    values: tuple[float, ...], loss: Callable[..., Tensor], batch: Tensor, words: str, m: int
+) -> None:
+    """Silently another loss than the one that was written; or a warning only after the first batch."""
+    module = Net(*map(lin, values), loss=loss, optimizer=sgd(0.0))
     with pytest.warns(UserWarning, match=words):
-        fit(Net(lin(1), loss=loss, optimizer=sgd(0.01)), [batch, batch], Way(m, 2), strategy={"split": "step"})
+        fit(module, [batch], Way(m, 2), strategy={"split": "step", "loss_weight": "samples"})
 
 
 @in_few_pipelines
