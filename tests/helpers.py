@@ -181,6 +181,11 @@ class Validations(L.Callback):
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
+def in_backward() -> bool:
+    """Whether autograd runs: there a layer's forward is its recompute."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread not in before]
 

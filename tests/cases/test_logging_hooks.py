@@ -22,6 +22,7 @@ from .common import (
     adam,
     col,
     fit,
+    in_every_default_way,
     in_every_way,
     in_few_ways,
     lin,
@@ -33,11 +34,17 @@ from .common import (
 
 
 class Logs(Net):
-    """Logs the loss of each batch, which may be a tensor or a dict; counts its steps."""
+    """Logs the loss of each batch, which may be a tensor or a dict; counts its steps and the hooks that run."""
 
     def __init__(self) -> None:
         super().__init__(lin(1), optimizer=sgd(0.0))
-        self.steps = 0
+        self.steps = self.starts = self.ends = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.starts += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.ends += 1
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.steps += 1
@@ -83,23 +90,27 @@ DICTS = [{"tag": "text", "x": batch} for batch in TENSORS]
 
 @pytest.mark.parametrize(("accumulate", "global_step"), [(1, 3), (2, 2)])
 @pytest.mark.parametrize("batches", [TENSORS, DICTS], ids=["tensors", "dicts"])
-@in_every_way
-def test_logged_values_are_those_of_the_batch(way: Way, batches: list, accumulate: int, global_step: int) -> None:
+@pytest.mark.parametrize("split", ["step", "model", "auto"])
+@in_every_default_way
+def test_logged_values_are_those_of_the_batch(
+    way: Way, split: str, batches: list, accumulate: int, global_step: int
+) -> None:
     """Logged once per microbatch, halved, or averaged over batches without their sizes."""
     module, points, counts = Logs(), Points(), Counts()
     trainer = fit(
         module,
         batches,
         way,
-        strategy={"split": "step"},
+        strategy={"split": split},
         logger=points,
         callbacks=[counts],
         accumulate_grad_batches=accumulate,
     )
     assert trainer.global_step == global_step
     assert counts.bar == near([2.0, 6.0, 9.0])
-    assert (counts.starts, counts.ends) == (3, 3)
-    assert module.steps == (3 if way.plain else 2 * min(way.microbatches, 2) + 1)
+    assert (counts.starts, counts.ends) == (module.starts, module.ends) == (3, 3)
+    splits_step = not way.plain and split != "model"
+    assert module.steps == (2 * min(way.microbatches, 2) + 1 if splits_step else 3)
     assert trainer.callback_metrics["loss_epoch"].item() == near(5.0)
     assert points.epochs == near([5.0])
     if accumulate == 1:

@@ -79,7 +79,7 @@ class KeepsOutputs(Net):
 def run_dropout(way: Way) -> tuple[KeepsOutputs, list[float]]:
     L.seed_everything(1, verbose=False)
     module, losses = KeepsOutputs(), AtBatchEnd()
-    fit(module, [torch.ones(4, 1000)] * 3, way, callbacks=[losses])
+    fit(module, [torch.ones(4, 1000)] * 3, way, callbacks=[losses], strategy={"loss_weight": "sum"})
     return module, losses.seen
 
 
