@@ -438,6 +438,14 @@ def test_profilers(way: Way, profiler: type, entries: list[str], tmp_path: Path)
     assert [entry for entry in entries if entry not in report] == []
 
 
+@pytest.mark.parametrize("profiler", ["simple", "advanced", "pytorch"])
+def test_profilers_by_name(profiler: str, tmp_path: Path) -> None:
+    """The same where Lightning makes the profiler."""
+    module = Net(lin(0))
+    fit(module, [X] * 3, Way(2, 2, split="step"), profiler=profiler, default_root_dir=tmp_path)
+    assert weights(module) == near([-9.0])
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.parametrize("way", [PLAIN, Way(2, 2), Way(2, 2, staleness=1)], ids=str)

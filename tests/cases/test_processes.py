@@ -24,7 +24,8 @@ from .processes import Together, together
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # each process has to import everything
 
 DDP = Way(microbatches=1, devices=2, plain=True)
-WAYS = [Way(*setting) for setting in product((1, 2), (1, 2), (False, True))]
+# With the split given, for a loss of zero would leave the batch whole.
+WAYS = [*(Way(*setting, split="step") for setting in product((1, 2), (1, 2), (False, True))), Way(2, 2)]
 
 
 @pytest.fixture(scope="module")

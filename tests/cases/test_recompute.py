@@ -17,6 +17,7 @@ from .common import (
     X,
     col,
     fit,
+    in_every_pipeline,
     in_every_way,
     in_few_pipelines,
     in_few_ways,
@@ -135,7 +136,7 @@ def run_spectral_norm(way: Way) -> dict[str, Tensor]:
     return after
 
 
-@in_few_pipelines
+@in_every_pipeline
 def test_spectral_norm_iterates_once_a_batch(way: Way) -> None:
     """The power iteration of a spectral norm lost, or run again by the recompute."""
     state = run_spectral_norm(way)
@@ -182,18 +183,19 @@ def changes_its_input(module: Net, batch: Tensor) -> Tensor:
     return h.mean()
 
 
+@pytest.mark.parametrize("batches", [1, 3])
 @in_every_way
-def test_an_input_changed_after_the_layer_ran(way: Way) -> None:
+def test_an_input_changed_after_the_layer_ran(way: Way, batches: int) -> None:
     """The recompute runs on the changed input: a wrong gradient instead of autograd's error or the right one."""
     module = Net(lin(1), loss=changes_its_input)
     try:
-        fit(module, [X], way)
+        fit(module, [X] * batches, way)
     except RuntimeError as error:
         assert "inplace" in str(error) or "in-place" in str(error) or "in place" in str(error)
         assert weights(module) == [1.0]
     else:
         assert not way.plain
-        assert weights(module) == near([-2.0])
+        assert weights(module) == near([1.0 - 3.0 * batches])
 
 
 class Adapter(nn.Module):
