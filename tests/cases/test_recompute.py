@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning
@@ -51,20 +55,33 @@ def test_batch_norm_counts_each_batch_once(way: Way) -> None:
     assert [buffer.item() for buffer in norm.buffers()] == near(statistics)
 
 
-class DropsOut(nn.Module):
-    def __init__(self) -> None:
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: dropout(x, 0.5, training=True),
+    "noise": lambda x: x * (1 + torch.randn_like(x)),
+    "noise in place": lambda x: x * torch.empty_like(x).uniform_(),
+    "a permutation": lambda x: x * torch.stack([torch.randperm(x.shape[1]) for _ in x]),
+    "Python's numbers": lambda x: x * torch.tensor([[random.random()] for _ in x]),
+    "NumPy's numbers": lambda x: x * torch.from_numpy(numpy.random.rand(*x.shape)).float(),
+}
+
+
+class Draws(nn.Module):
+    """A layer whose output is linear in its weight, with random factors."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(1000))
+        self.draw = draw
 
     def forward(self, x: Tensor) -> Tensor:
-        return dropout(x * self.w, 0.5, training=True)
+        return self.draw(x * self.w)
 
 
 class KeepsOutputs(Net):
     """A random layer under a loss linear in its weight; keeps the layer's outputs and gradients."""
 
-    def __init__(self) -> None:
-        super().__init__(DropsOut(), optimizer=sgd(0.0))
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(Draws(draw), optimizer=sgd(0.0))
         self.outputs: list[Tensor] = []
         self.gradients: list[Tensor] = []
 
@@ -77,20 +94,21 @@ class KeepsOutputs(Net):
         self.gradients.append(self.net[0].w.grad.clone())
 
 
-def run_dropout(way: Way) -> tuple[KeepsOutputs, list[float]]:
+def run_draws(way: Way, draw: Callable[[Tensor], Tensor]) -> tuple[KeepsOutputs, list[float]]:
     L.seed_everything(1, verbose=False)
-    module, losses = KeepsOutputs(), AtBatchEnd()
+    module, losses = KeepsOutputs(draw), AtBatchEnd()
     fit(module, [torch.ones(4, 1000)] * 3, way, callbacks=[losses], strategy={"loss_weight": "sum"})
     return module, losses.seen
 
 
-@in_every_way
-def test_the_recompute_draws_the_same_dropout_masks(way: Way) -> None:
+@pytest.mark.parametrize("draw", DRAWS)
+@in_few_ways
+def test_the_recompute_draws_the_same_numbers(way: Way, draw: str) -> None:
     """Gradients of other masks than those of the loss; masks repeated from one microbatch or batch to the next."""
-    module, losses = run_dropout(way)
+    module, losses = run_draws(way, DRAWS[draw])
     assert losses == pytest.approx([gradient.sum().item() for gradient in module.gradients], rel=1e-4)
     assert len(torch.cat(module.outputs).unique(dim=0)) == 12
-    _, again = run_dropout(way)
+    _, again = run_draws(way, DRAWS[draw])
     assert again == losses
 
 
