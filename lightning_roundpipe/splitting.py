@@ -33,6 +33,8 @@ from lightning_roundpipe.trees import map_tree
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 2e-2  # half precision
+_SEED = 7_158_278_826
+"""Of generators that the step has not seeded itself: a number that nobody else will choose."""
 
 Cut = Callable[[Any], tuple[list[Any], list[int]]]
 """Cuts a batch: the microbatches, and how many samples each has."""
@@ -351,7 +353,9 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
     :func:`undone`.
     """
     repeatable = _Repeatable()
-    with undone(module):
+    with undone(module) as generators:
+        for generator in (torch.default_generator, *generators):
+            generator.manual_seed(_SEED)
         try:
             with repeatable:
                 for submodule in module.modules():
@@ -363,12 +367,15 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[None]:
+def undone(module: nn.Module) -> Iterator[list[torch.Generator]]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
     So are lists, dicts, sets and plain objects, also within one another, and generators of its own. Other objects are
     not looked into.
     Parameters are not copied; see :class:`_Repeatable`.
+
+    Yields:
+        The module's own generators of PyTorch.
     """
     generators = RandomState.capture()
     before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
@@ -380,7 +387,7 @@ def undone(module: nn.Module) -> Iterator[None]:
         for value in items.values():
             contents.note(value)
     try:
-        yield
+        yield contents.generators
     finally:
         for submodule, attributes in before:
             submodule.__dict__.clear()
@@ -399,6 +406,7 @@ class _Contents:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._generators: dict[int, tuple[Any, Any]] = {}
+        self.generators: list[torch.Generator] = []
 
     def note(self, value: Any) -> None:
         kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
@@ -417,6 +425,7 @@ class _Contents:
                 self.note(item)
         elif issubclass(kind, torch.Generator):
             self._generators[id(value)] = (value.set_state, value.get_state())
+            self.generators.append(value)
         elif issubclass(kind, random.Random):
             self._generators[id(value)] = (value.setstate, value.getstate())
         elif issubclass(kind, numpy.random.Generator):
@@ -455,7 +464,8 @@ _WRITING = {"out", "max_norm", "inplace"}
 class _Repeatable(TorchFunctionMode):
     """No randomness, so that a batch and its parts can be compared; and changes of parameters that can be put back.
 
-    A sample's random numbers are its own: the same ones in the whole batch and in a part of it.
+    A sample's random numbers are its own: the same ones in the whole batch and in a part of it. Not so those of a
+    generator that the step makes or seeds by itself: it wants just these numbers, and each part would draw them again.
     """
 
     _IDENTITIES = {
@@ -470,6 +480,8 @@ class _Repeatable(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self._strange: dict[int, tuple[torch.Generator, Tensor]] = {}
+        """Generators that the step has brought or seeded, with the states before they were drawn from."""
         self.ignored_labels: set[int] = set()
         """Labels that means over labels did not count."""
         self._kept: dict[int, tuple[nn.Parameter, Tensor, Tensor, bool]] = {}
@@ -493,22 +505,27 @@ class _Repeatable(TorchFunctionMode):
             parameter.data = memory
             parameter.requires_grad_(trained)
         self._kept = {}
+        for generator, state in self._strange.values():
+            generator.set_state(state)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
-        if func in self._IDENTITIES:
+        generator = kwargs.get("generator") or torch.default_generator
+        if generator.initial_seed() != _SEED:
+            self._strange.setdefault(id(generator), (generator, generator.get_state()))
+        elif func in self._IDENTITIES:
             return args[0] if args else kwargs["input"]
-        if (constant := self._DRAWS.get(func)) is not None:
+        elif (constant := self._DRAWS.get(func)) is not None:
             kwargs.pop("generator", None)
             return self._drawn(constant(*args, **kwargs), torch.randn if name.startswith("randn") else torch.rand)
-        if name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_"):
+        elif name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_"):
             if isinstance(args[0], nn.Parameter):
                 self._keep(args[:1])
             return self._drawn(args[0].zero_(), torch.randn if name == "normal_" else torch.rand)
-        if func is functional.scaled_dot_product_attention:
+        elif func is functional.scaled_dot_product_attention:
             args, kwargs = (*args[:4], *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
             if len(args) > 4:
                 kwargs["is_causal"] = args[4]
@@ -518,7 +535,7 @@ class _Repeatable(TorchFunctionMode):
         elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) > 5:
             position = 5 if isinstance(args[4], int) and not isinstance(args[4], bool) else 6
             args = (*args[:position], 0.0, *args[position + 1 :])
-        elif func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
+        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             self.ignored_labels.add(kwargs.get("ignore_index", IGNORED_LABEL))
         parameters = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, nn.Parameter)]
         if not parameters:

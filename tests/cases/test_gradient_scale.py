@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from .common import (
-    AtBatchEnd,
     PIPELINES,
+    AtBatchEnd,
     Net,
     Way,
     X,

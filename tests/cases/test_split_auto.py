@@ -403,6 +403,45 @@ def test_a_random_mask_is_none_that_hides_nothing() -> None:
         assert trainer.strategy._decided[0] == expected  # type: ignore[attr-defined]
 
 
+def mean_square(module: Net, batch: Tensor) -> Tensor:
+    return module.net(batch).square().mean()
+
+
+def by_a_generator_of_the_step(batch: Tensor) -> Tensor:
+    return torch.randn(batch.shape, generator=torch.Generator().manual_seed(4), dtype=batch.dtype)
+
+
+def by_a_seed_of_the_step(batch: Tensor) -> Tensor:
+    torch.manual_seed(4)
+    return torch.rand_like(batch)
+
+
+class AddsNoise(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.draw(x)
+
+
+@pytest.mark.parametrize("draw", [by_a_generator_of_the_step, by_a_seed_of_the_step])
+def test_numbers_that_each_run_would_draw_again(draw: Callable[[Tensor], Tensor]) -> None:
+    """Microbatches that all draw what the first one draws, since the step itself seeds what it draws from."""
+    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3)]
+
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        return module.net(batch + draw(batch)).square().mean()
+
+    def with_noise_in_a_layer() -> Net:
+        torch.manual_seed(1)
+        return Net(AddsNoise(draw), *hidden(), loss=mean_square, optimizer=sgd(0.1))
+
+    assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), batches)
+    assert_as_plain(with_noise_in_a_layer, batches)
+
+
 def test_loggers_are_told_once() -> None:
     class Counts(DummyLogger):
         told = 0

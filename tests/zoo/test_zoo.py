@@ -97,7 +97,7 @@ def train_plain(
 ) -> tuple[list[Tensor], torch.optim.Optimizer]:
     """A loop as one would write it, with the weights of microbatches and the statistics of BatchNorm made explicit."""
     optimizer = model.configure_optimizers()
-    statistics = WholeBatchStatistics(model)
+    statistics = WholeBatchStatistics(model, parts)
     losses: list[Tensor] = []
     model.train()
     for index, batch in enumerate(batches):
@@ -126,7 +126,8 @@ class WholeBatchStatistics:
     documents them.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, parts: int) -> None:
+        self.parts = parts
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.running_mean is not None]
         self.inputs: dict[nn.Module, list[Tensor]] = {}
         self.before: dict[nn.Module, dict[str, Tensor]] = {}
@@ -139,7 +140,7 @@ class WholeBatchStatistics:
 
     def commit(self) -> None:
         for norm in self.norms:
-            assert len(self.inputs[norm]) == MICROBATCHES
+            assert len(self.inputs[norm]) == self.parts
             inputs = torch.cat(self.inputs[norm]).transpose(0, 1).flatten(1)
             before = self.before[norm]
             count = int(before["num_batches_tracked"]) + 1
@@ -227,7 +228,7 @@ def found_notes(model: Lit, states: dict[str, Tensor], batch: dict[str, Tensor])
         notes.append("router loss")
     if len(list(model.named_parameters(remove_duplicate=False))) > len(list(model.parameters())):
         notes.append("tied parameters")
-    if WholeBatchStatistics(model).norms:
+    if WholeBatchStatistics(model, 1).norms:
         notes.append("BatchNorm")
     parameters = dict(model.named_parameters())
     if frozen := sum(not parameter.requires_grad for parameter in parameters.values()):
