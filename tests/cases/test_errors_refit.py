@@ -343,7 +343,7 @@ def test_in_a_notebook(run: int, monkeypatch: pytest.MonkeyPatch) -> None:
             return super().training_step(batch, batch_idx)
 
     module = SeesProcess(lin(0))
-    trainer = Way(2, 2).trainer()
+    trainer = Way(2, 2, split="step").trainer()
     assert isinstance(trainer.strategy, RoundPipeStrategy)
     trainer.fit(module, loader([X, col(7)]))
     assert weights(module) == near([-10.0])
@@ -448,7 +448,7 @@ def test_profilers_by_name(profiler: str, tmp_path: Path) -> None:
 
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("way", [PLAIN, Way(2, 2), Way(2, 2, staleness=1)], ids=str)
+@pytest.mark.parametrize("way", [PLAIN, Way(2, 2, split="step"), Way(2, 2, staleness=1)], ids=str)
 def test_loader_workers_started_during_the_training(way: Way, persistent: bool) -> None:
     """A worker process forked while a thread holds a lock, which then waits for it for ever."""
 
