@@ -122,12 +122,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     pipeline.wait_backward()
     shares, seconds_taken = [], []
     for _ in range(options.batches):
-        before = sum(use.busy_seconds for use in pipeline.use)
+        before = sum(use.busy_seconds for use in pipeline.measured.use)
         start = time.perf_counter()
         pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
         pipeline.wait_backward()
         seconds_taken.append(time.perf_counter() - start)
-        busy = sum(use.busy_seconds for use in pipeline.use) - before
+        busy = sum(use.busy_seconds for use in pipeline.measured.use) - before
         shares.append(busy / (seconds_taken[-1] * options.devices))
     assert pipeline.plan is not None
     partition = pipeline.plan.partition

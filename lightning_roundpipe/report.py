@@ -116,12 +116,12 @@ def make_report(pipeline: Pipeline, wall_seconds: float, training_seconds: float
                 sum(parameter.numel() for parameter in layer.parameters),
                 tuple(dict.fromkeys(plan.forward_stage[p] for p in positions)) if plan is not None else (),
                 tuple(dict.fromkeys(plan.backward_stage[p] for p in positions)) if plan is not None else (),
-                1000 * pipeline.forward_costs[layer.index].mean,
-                1000 * pipeline.backward_costs[layer.index].mean,
+                1000 * pipeline.measured.forward[layer.index].mean,
+                1000 * pipeline.measured.backward[layer.index].mean,
             )
         )
     devices = [
         DeviceRow(device.name, use.busy_seconds, use.calls, replace(device.traffic))
-        for device, use in zip(pipeline.devices, pipeline.use, strict=True)
+        for device, use in zip(pipeline.devices, pipeline.measured.use, strict=True)
     ]
     return PipelineReport(rows, devices, pipeline.last_microbatches, pipeline.batches, wall_seconds, training_seconds)

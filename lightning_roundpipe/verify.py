@@ -227,7 +227,7 @@ class _Check:
         expected = self.expected
         assert expected is not None
         if (pipeline := self.strategy.pipeline) is not None:
-            self.calls = [cost.calls for cost in pipeline.forward_costs]  # since the first batch
+            self.calls = [cost.calls for cost in pipeline.measured.forward]  # since the first batch
             self._note_layers(pipeline)
         self._note_side_effects(expected.state)
         self._note_missing(expected)

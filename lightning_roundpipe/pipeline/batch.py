@@ -1,7 +1,8 @@
 """One batch in flight, and what belongs to each of its microbatches."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from lightning_roundpipe.schedules import Action
 from lightning_roundpipe.schedules.schedule import Kind
 from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
 from lightning_roundpipe.state.parameters import Unit
+
+_present = threading.local()
 
 
 class Microbatch:
@@ -93,6 +96,17 @@ class Microbatch:
         """Tells it apart from all others of the same step."""
         return self.batch.first + self.index
 
+    @property
+    def identity(self) -> tuple[int, int]:
+        """Tells it apart from all others, without keeping it."""
+        return self.batch.number, self.number
+
+    @property
+    def outside(self) -> OutsideParameters:
+        """What stands before the parameters in its code between layers."""
+        assert self.mode is not None
+        return self.mode
+
     def note_graph_task(self) -> None:
         """Called by autograd when it begins with the loss."""
         self._graph_task = torch._C._current_graph_task_id()
@@ -111,6 +125,21 @@ class Microbatch:
     def label(self) -> str:
         """Names it in errors, and apart from those of other batches."""
         return f"microbatch {self.index + 1} of {self.batch.microbatches} in batch {self.batch.number}"
+
+
+def present() -> Microbatch | None:
+    """The microbatch whose thread this is."""
+    return getattr(_present, "microbatch", None)
+
+
+@contextmanager
+def presenting(microbatch: Microbatch) -> Iterator[None]:
+    """Lets this thread be the microbatch's."""
+    _present.microbatch = microbatch
+    try:
+        yield
+    finally:
+        _present.microbatch = None
 
 
 class Batch:

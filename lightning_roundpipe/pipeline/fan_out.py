@@ -7,14 +7,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.call_split import CallSplit, offsets
 from lightning_roundpipe.pipeline.tape import AutocastState, Enter
-from lightning_roundpipe.schedules import Action
+from lightning_roundpipe.pipeline.turns import Lines
 from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
 from lightning_roundpipe.trees import Rebuild, flatten
-
-Lines = list[list[tuple[int, Action]]]
 
 
 class FanOut(Batch):
@@ -56,6 +54,8 @@ class FanOut(Batch):
             outer.version,
         )
         self.first = first
+        self.settled = outer.settled
+        self.pending_units = outer.pending_units
         self.used_outside = outer.used_outside
         self.backward_lines: Lines = []
         self.done = False
@@ -82,11 +82,12 @@ class FanOut(Batch):
 
     # -- forward ---------------------------------------------------------------------------------------------------
 
-    def step(self, index: int, token: Tensor) -> Any:
+    def step(self, microbatch: Microbatch) -> Any:
         """What a microbatch does: the call, with its part of the arguments."""
+        index = microbatch.index
         leaves, self._arguments[index] = self._arguments[index], []
         if self._inputs[index]:
-            for i, leaf in zip(self.gradient_inputs, Enter.apply(token, *self._inputs[index]), strict=True):
+            for i, leaf in zip(self.gradient_inputs, Enter.apply(microbatch.token, *self._inputs[index]), strict=True):
                 leaves[i] = leaf
         args, kwargs = self._rebuild(leaves)
         with self._autocast[index], _grad_mode(self._grad):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
 
 from lightning_roundpipe.pipeline.compiling import compiled_function
 from lightning_roundpipe.pipeline.replica import Layer
@@ -263,8 +263,12 @@ class OutsideParameters(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Replaces nothing for a while (when a mode of the user's own lies above this one on the stack)."""
-        self._paused = True
+        """Replaces nothing for a while: inside layers."""
+        if _get_current_function_mode() is self:
+            with _pop_mode_temporarily():
+                yield
+            return
+        self._paused = True  # a mode of the user's own lies above this one on the stack
         try:
             yield
         finally:

@@ -4,12 +4,14 @@ Those of which autocast makes a half-precision copy at their only use anyway. Al
 layer uses in full precision) travel as they are.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_roundpipe.pipeline.replica import Layer
 
 
 class CastWatch(TorchDispatchMode):
@@ -45,6 +47,25 @@ class CastWatch(TorchDispatchMode):
     def cast_once(self) -> set[int]:
         """The tensors that were cast once and not used in any other way."""
         return {i for i, casts in enumerate(self._casts) if casts == 1 and i not in self._other}
+
+
+def half_parameters(layers: Iterable[Layer], used_outside: Container[int]) -> dict[nn.Parameter, torch.dtype]:
+    """Parameters that every layer holding them takes in half precision, and that nothing else uses.
+
+    Args:
+        layers: All layers.
+        used_outside: Parameters, by id, that something besides them has used.
+    """
+    votes: dict[nn.Parameter, set[torch.dtype | None]] = {}
+    for layer in layers:
+        half = layer.traits.half or {}
+        for index, parameter in enumerate(layer.parameters):
+            votes.setdefault(parameter, set()).add(half.get(index))
+    return {
+        parameter: dtype
+        for parameter, (dtype, *others) in votes.items()
+        if dtype is not None and not others and id(parameter) not in used_outside
+    }
 
 
 def _flat(items: Iterable[Any]) -> Iterable[Any]:

@@ -48,19 +48,12 @@ class Plan:
         return len(self.partition.forward) if self.partition.fused and self.partition.backward else None
 
 
-_CALLS_AVERAGED = 50
-
-
-@dataclass(slots=True)
-class Costs:
-    """Measured seconds per layer: a moving average over its calls, the first batch left out."""
-
-    mean: float = 0.0
-    calls: int = 0
-
-    def add(self, seconds: float) -> None:
-        self.calls += 1
-        self.mean += (seconds - self.mean) / min(self.calls, _CALLS_AVERAGED)
+def merged_calls(plan: Plan | None, sequences: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Calls in an order that has a place for every call of the plan and of each sequence."""
+    merged = plan.calls if plan is not None else ()
+    for sequence in sequences:
+        merged = merge_sequences(merged, sequence)
+    return merged
 
 
 def merge_sequences(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:

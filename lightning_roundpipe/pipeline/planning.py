@@ -1,8 +1,10 @@
-"""Looks for better stages in the background, by the costs that the runtime measures."""
+"""Which plan the next batch has: by the calls that the last one made, and by the costs that are measured."""
 
 from collections.abc import Callable, Sequence
 
-from lightning_roundpipe.pipeline.plan import Plan
+from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.pipeline.measuring import Measured
+from lightning_roundpipe.pipeline.plan import Plan, merged_calls
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.schedules import Scheduler
 
@@ -11,18 +13,24 @@ _CHANGE = 0.1
 
 
 class Planning:
-    """A search at a time, in a thread of its own; batches go on with the plan that they have.
+    """Makes plans at once where there must be one, and better ones in the background, in a thread of its own.
 
     No number depends on the plan, so it does not matter which batch is the first to have a new one.
 
     Args:
         scheduler: What searches.
+        measured: The layers' costs.
         staleness: For what.
-        failed: Told of an error.
+        failed: Told of an error in the background.
     """
 
-    def __init__(self, scheduler: Scheduler, staleness: int, failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, measured: Measured, staleness: int, failed: Callable[[BaseException], None]
+    ) -> None:
+        self.plan: Plan | None = None
+        """The plan of the step, as soon as there is one."""
         self._scheduler = scheduler
+        self._measured = measured
         self._staleness = staleness
         self._failed = failed
         self._thread: WorkThread | None = None
@@ -30,10 +38,42 @@ class Planning:
         self._found: Plan | None = None
         self._planned: tuple[tuple[int, ...], int, list[float]] | None = None
 
-    def consider(
-        self, calls: tuple[int, ...], forward: Sequence[float], backward: Sequence[float], microbatches: int
-    ) -> None:
+    def make(self, calls: Sequence[int], *, fused: bool) -> Plan:
+        """A plan for these calls, by what they cost. Its last stage is fused where that is asked for."""
+        forward, backward = self._measured.costs_of(calls)
+        return Plan.make(calls, self._scheduler.partition(forward, backward, fused=fused), self._scheduler.lanes)
+
+    def next(self, *, deferred: bool) -> Plan | None:
+        """The plan for the next batch, if there is one yet."""
+        if self.plan is None:
+            return None
+        if deferred:
+            return self.make(self.plan.calls, fused=False)
+        found, self._found = self._found, None
+        if found is not None and found.calls == self.plan.calls:
+            self.plan = found
+        return self.plan
+
+    def follow(self, batch: Batch, sequences: Sequence[tuple[int, ...]]) -> None:
+        """Plans anew where that is necessary, and searches where it may help.
+
+        Args:
+            batch: The batch that was the last.
+            sequences: The calls that its microbatches made.
+        """
+        merged = merged_calls(batch.plan, sequences)
+        if batch.records or (batch.plan is not None and (merged != batch.plan.calls or batch.number == 1)):
+            self.plan = self.make(merged, fused=True)
+        elif batch.plan is not None and not batch.deferred:
+            self._consider(merged, batch.microbatches)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    def _consider(self, calls: tuple[int, ...], microbatches: int) -> None:
         """Begins a search where calls, microbatches or costs have changed since the last one."""
+        forward, backward = self._measured.costs_of(calls)
         costs = [*forward, *backward]
         if self._searching or not self._scheduler.can_be_planned or not sum(costs):
             return
@@ -44,16 +84,7 @@ class Planning:
         self._planned = calls, microbatches, costs
         self._searching = True
         self._thread = self._thread or WorkThread("roundpipe-planner")
-        self._thread.submit(lambda: self._search(calls, list(forward), list(backward), microbatches), lambda: None)
-
-    def take(self, calls: tuple[int, ...]) -> Plan | None:
-        """The plan that was found for these calls, if there is a new one."""
-        found, self._found = self._found, None
-        return found if found is not None and found.calls == calls else None
-
-    def close(self) -> None:
-        if self._thread is not None:
-            self._thread.close()
+        self._thread.submit(lambda: self._search(calls, forward, backward, microbatches), lambda: None)
 
     def _search(self, calls: tuple[int, ...], forward: list[float], backward: list[float], microbatches: int) -> None:
         try:

@@ -1,9 +1,27 @@
 """A microbatch's way through the stages: which turn it waits for, and when it gives one up."""
 
-from lightning_roundpipe.pipeline.batch import Microbatch
+from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.tape import Call
 from lightning_roundpipe.pipeline.turnstile import Turnstiles
 from lightning_roundpipe.schedules import Action
+
+Lines = list[list[tuple[int, Action]]]
+"""The turns on each device, and in the last one those to begin with the step, by batch."""
+
+
+def start_turn(microbatch: int) -> Action:
+    """The turn to begin with the step."""
+    return Action("F", -1, microbatch)
+
+
+def serial_turn(microbatch: int, *, backward: bool) -> Action:
+    """The turn of a whole forward or backward, where microbatches run one after the other."""
+    return Action("B" if backward else "F", int(backward), microbatch)
+
+
+def _one_by_one(batch: Batch) -> bool:
+    """Whether a microbatch has one turn for its whole forward, and one for its backward."""
+    return batch.serial and not batch.splits_calls  # such a step has the pipeline for itself
 
 
 class Turns:
@@ -15,6 +33,32 @@ class Turns:
 
     def __init__(self, turnstiles: Turnstiles) -> None:
         self._turnstiles = turnstiles
+
+    def begin_step(self, microbatch: Microbatch) -> None:
+        """Waits until the microbatch may begin with its step."""
+        if not microbatch.batch.serial:
+            self._turnstiles.enter((microbatch.batch.number, start_turn(microbatch.number)))
+        elif _one_by_one(microbatch.batch):
+            self._turnstiles.enter((microbatch.batch.number, serial_turn(microbatch.number, backward=False)))
+
+    def let_next_begin(self, microbatch: Microbatch) -> None:
+        """Lets the next microbatch begin with its step, where they take turns."""
+        self._turnstiles.leave((microbatch.batch.number, start_turn(microbatch.number)))
+
+    def end_step(self, microbatch: Microbatch) -> None:
+        """After the forward: lets the next microbatch begin, where they run one after the other."""
+        if _one_by_one(microbatch.batch):
+            self._turnstiles.leave((microbatch.batch.number, serial_turn(microbatch.number, backward=False)))
+
+    def begin_backward(self, microbatch: Microbatch) -> None:
+        """Waits until the backward may begin, where microbatches run one after the other."""
+        if _one_by_one(microbatch.batch):
+            self._turnstiles.enter((microbatch.batch.number, serial_turn(microbatch.number, backward=True)))
+
+    def end_backward(self, microbatch: Microbatch) -> None:
+        """Nothing more comes: lets the next microbatch go on, where they run one after the other."""
+        if _one_by_one(microbatch.batch):
+            self._turnstiles.leave((microbatch.batch.number, serial_turn(microbatch.number, backward=True)))
 
     def enter_forward(self, microbatch: Microbatch, call: Call) -> None:
         """Waits for the turn of the stage that the call belongs to. Finds the call's place in the plan."""
@@ -91,6 +135,16 @@ class Turns:
         for skipped in range(microbatch.stage + 1, stage):
             self._turnstiles.leave(self._ticket(microbatch, skipped))
         microbatch.stage = max(microbatch.stage, stage - 1)
+
+    def pass_forward(self, microbatch: Microbatch) -> None:
+        """After the forward: gives up what is left of it, unless the microbatch has come to its backward."""
+        plan = microbatch.batch.plan
+        if plan is None:
+            return
+        fused = plan.fused_stage
+        if microbatch.stage < (fused if fused is not None else len(plan.partition.forward)):
+            self.leave_ticket(microbatch)
+            self.skip_to(microbatch, len(plan.partition.forward))
 
     def pass_remaining(self, microbatch: Microbatch) -> None:
         """Gives up all turns that are left: nothing more is to be done."""

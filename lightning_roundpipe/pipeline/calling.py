@@ -1,0 +1,243 @@
+"""Layer calls: what happens when a microbatch comes to a layer, and when autograd comes back to it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from lightning_roundpipe.devices import Device
+from lightning_roundpipe.pipeline.arguments import Structure
+from lightning_roundpipe.pipeline.attributes import ModuleAttributes
+from lightning_roundpipe.pipeline.batch import Microbatch, present
+from lightning_roundpipe.pipeline.collecting import Collector
+from lightning_roundpipe.pipeline.executing import Executor
+from lightning_roundpipe.pipeline.handover import Handover
+from lightning_roundpipe.pipeline.hooks import run_and_check_hooks, run_hooks
+from lightning_roundpipe.pipeline.interception import handling_no_calls, in_checkpoint
+from lightning_roundpipe.pipeline.replica import Layer
+from lightning_roundpipe.pipeline.stand_ins import StandIns
+from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run
+from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
+from lightning_roundpipe.pipeline.turns import Turns
+from lightning_roundpipe.pipeline.watching import put_for
+from lightning_roundpipe.state.parameters import ParameterStore
+
+
+class LayerCalls(CallOwner):
+    """Takes each call from the code between layers to its device, at its turn and without the baton, and back.
+
+    Args:
+        root: The user's module.
+        devices: The devices.
+        store: The parameters.
+        turns: What is waited for before a call runs.
+        handover: The baton.
+        executor: Runs the calls.
+        attributes: Where layers leave what they set on modules.
+        stand_ins: Told of parameters that a layer changes.
+        collector: Takes the gradients.
+        run_serially: Called with the reason where only a serial order of the microbatches can be right.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        devices: Sequence[Device],
+        store: ParameterStore,
+        turns: Turns,
+        handover: Handover,
+        executor: Executor,
+        attributes: ModuleAttributes,
+        stand_ins: StandIns,
+        collector: Collector,
+        run_serially: Callable[[str], None],
+    ) -> None:
+        self._devices = devices
+        self._store = store
+        self._turns = turns
+        self._handover = handover
+        self._executor = executor
+        self._attributes = attributes
+        self._stand_ins = stand_ins
+        self._collector = collector
+        self._run_serially = run_serially
+        self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
+
+    def call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One layer call of the user's step."""
+        if self._parametrized and parametrize._cache_enabled:
+            raise RuntimeError(
+                f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), whose cache belongs to the"
+                " whole process, while layers run for several microbatches and again for the backward pass. Leave the"
+                " context out: a parametrization is computed once in each call."
+            )
+        batch, store = microbatch.batch, self._store
+        batch.recomputes |= in_checkpoint()
+        call, grad = self._make_call(microbatch, layer, args, kwargs)
+        leaves = call.parameters
+        number = len(microbatch.calls)
+        microbatch.calls.append(call)
+        microbatch.sequence.append(layer.index)
+        self._handover.release(microbatch)
+        with handling_no_calls(), microbatch.outside.paused():
+            stage = microbatch.stage
+            self._turns.enter_forward(microbatch, call)
+            device = self._devices[microbatch.device]
+            microbatch.where = f"{call.label}; device {device.name}"
+            store.wait(store.units_of_layer(layer), batch.version, batch.number)
+            microbatch.units_awaited.update(store.units_of_layer(layer))
+            versions = [leaf._version for leaf in leaves]
+            run_mode = _mode(microbatch, call, grad)
+            count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
+            in_turn = batch.enter_layer(layer.index, microbatch.index)
+            run = self._executor.forward(microbatch, call, run_mode, number)
+            batch.leave_layer(layer.index)
+            if layer.traits.writes_state and not in_turn and not batch.serial:
+                raise RuntimeError(
+                    f"{call.label}: it keeps a state (buffers or attributes that its forward writes), and microbatches"
+                    " call it in another order than one after the other, which they did not in the first batch. So the"
+                    " state would not be that of a plain run. Train with RoundPipeStrategy(microbatches=1), or keep"
+                    " the layer out of the pipeline with RoundPipeStrategy(layers=...)."
+                )
+            read, microbatch.accesses.last_read = microbatch.accesses.last_read, {}
+            place = self._handover.request()
+            self._turns.leave_forward(microbatch, call)
+            self._handover.take(microbatch, place)
+            microbatch.where = ""
+            for parameter, leaf, version in zip(layer.parameters, leaves, versions, strict=True):
+                if leaf._version != version:
+                    self._stand_ins.touched(microbatch, parameter, leaf, True)
+            microbatch.norm_statistics += run.norm_statistics
+            escaped = call.link(run, self, microbatch.token)
+            self._note_foreign_parameters(microbatch, call)
+        self._deliver(microbatch, call, run, escaped)
+        if batch.records:
+            run_and_check_hooks(layer, escaped, read)
+        else:
+            run_hooks(layer, escaped)
+        return escaped.output
+
+    def call_again(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A layer call within the backward: a checkpoint around it and code between layers runs its part of the step
+        again, to see what autograd saved of that code. Of the layer itself nothing was saved, so nothing is now."""
+        if not microbatch.runs_again():  # a reentrant checkpoint: its gradients go past us
+            assert layer.intercept is not None
+            with handling_no_calls():
+                return layer.intercept(*args, **kwargs)
+        several = microbatch.batch.microbatches > 1
+        if several and layer.traits.writes_state:
+            self._run_serially("a checkpoint runs a layer again that writes its own state")
+            if not microbatch.batch.serial or microbatch.batch.deferred:
+                raise RuntimeError(
+                    f"layer {layer.name!r}: it writes its own state (buffers or attributes) and a checkpoint runs it"
+                    " again in the backward, when the state is not that of a plain run. Checkpoint nothing but whole"
+                    " layers (the pipeline recomputes them anyway), or train with RoundPipeStrategy(microbatches=1)."
+                )
+        if several and layer.draws():
+            raise RuntimeError(
+                f"layer {layer.name!r}: it draws random numbers within a checkpoint of code between layers, whose"
+                " recompute could not draw them again. Checkpoint nothing but whole layers (the pipeline recomputes"
+                " them anyway), or train with RoundPipeStrategy(microbatches=1)."
+            )
+        call, grad = self._make_call(microbatch, layer, args, kwargs)
+        with handling_no_calls(), microbatch.outside.paused():
+            run = call.run(self._devices[microbatch.device], Mode.DROP if grad else Mode.PLAIN)
+            escaped = call.link(run, self, microbatch.token)
+        self._deliver(microbatch, call, run, escaped)
+        run_hooks(layer, escaped)
+        return escaped.output
+
+    def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
+        """The backward of one layer call; runs when autograd comes to its node."""
+        microbatch = present()
+        assert microbatch is not None
+        if not microbatch.in_backward:
+            raise RuntimeError(
+                f"{call.label}: gradients through this layer are asked for within training_step"
+                " (torch.autograd.grad or backward), before the step's own backward. That is not supported through"
+                " layers of the pipeline. Keep the layer out of it with RoundPipeStrategy(layers=...), or use manual"
+                " optimization."
+            )
+        if call not in microbatch.units_counted:
+            if all(gradient is None for gradient in gradients):  # autograd passes through, but nothing depends on it
+                return [None] * len(call.gradient_inputs)
+            raise RuntimeError(
+                f"{call.label}: the loss of a microbatch reaches into an earlier batch or another microbatch, through a"
+                " tensor with a gradient that came out of this layer there: keep such tensors detached."
+            )
+        self._handover.release(microbatch)
+        with handling_no_calls(), microbatch.outside.paused():
+            self._turns.enter_backward(microbatch, call)
+            device = self._devices[microbatch.device]
+            microbatch.where = f"{call.label}; device {device.name}"
+            count_backward(device, microbatch, call)
+            defers = (microbatch.stage, microbatch.index) in microbatch.batch.deferring
+            defers = defers and self._turns.has_turn_of(microbatch, call)
+            inputs, found = self._executor.backward(microbatch, call, gradients, parameters=parameters, defers=defers)
+            count_gradients(device, microbatch, found)
+            self._collector.take(microbatch, call, found)
+            place = self._handover.request()
+            self._turns.leave_backward(microbatch, call)
+            self._handover.take(microbatch, place)
+            microbatch.where = ""
+        return inputs
+
+    def _make_call(
+        self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Call, bool]:
+        """The call, and whether anything in it may have a gradient."""
+        batch = microbatch.batch
+        state = layer.attributes()
+        attributes = [state.dicts[i][key] for i, key in state.inputs]
+        arguments = Structure((args, kwargs, attributes))
+        arguments.leaves = [microbatch.outside.replace(leaf) for leaf in arguments.leaves]
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        grad = grad and (
+            any(parameter.requires_grad for parameter in layer.parameters)
+            or any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in arguments.leaves)
+            or bool(layer.traits.foreign)
+        )
+        leaves = self._store.layer_leaves(layer, batch.version)
+        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
+        call.merge_norm_statistics = batch.microbatches > 1
+        return call, grad
+
+    def _deliver(self, microbatch: Microbatch, call: Call, run: Run, escaped: Escaped) -> None:
+        """Puts what came out of a call besides its output where the caller would find it."""
+        run.built.write_back(escaped.argument_changes)
+        state = call.state
+        if escaped.held:
+            linked = {id(inner): outer for inner, outer in zip(run.held, escaped.held, strict=True)}
+            for index, name in state.holding:
+                put_for(state.dicts[index][name], linked, set())
+        for index, name, value in escaped.attribute_changes:
+            self._attributes.set(microbatch, call.layer.modules[index], name, value, call.state.dicts[index])
+
+    def _note_foreign_parameters(self, microbatch: Microbatch, call: Call) -> None:
+        """The layer turned out to use parameters of others: from now on it waits for their optimizer steps, too."""
+        layer, foreign = call.layer, call.layer.traits.foreign
+        for parameter in call.reached:
+            if not self._store.owns(parameter) or any(parameter is other for other in foreign):
+                continue
+            self._store.add_to_layer(layer, parameter)
+            foreign.append(parameter)
+            unit = self._store.unit_of(parameter)
+            if not microbatch.batch.settled and unit not in microbatch.units_awaited:
+                raise RuntimeError(
+                    f"{call.label}: it uses the parameter {self._store.name(parameter)!r} of another module past its"
+                    " arguments, which it did not do in the first batch, so that parameter's optimizer step was not"
+                    " waited for. Pass it as an argument, or step in line with"
+                    " RoundPipeStrategy(background_step=False)."
+                )
+        call.reached = []
+
+
+def _mode(microbatch: Microbatch, call: Call, grad: bool) -> str:
+    """How a call runs for the first time."""
+    if not grad:
+        return Mode.PLAIN
+    fused = microbatch.ticket is not None and microbatch.ticket[1].kind == "FB"
+    # What is changed in place must not be part of a kept graph.
+    return Mode.KEEP if fused and not call.is_new and not call.layer.traits.changed_inputs else Mode.DROP

@@ -1,0 +1,78 @@
+"""What layer calls cost, and how long the devices are busy: measured while batches run."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+
+_CALLS_AVERAGED = 50
+
+
+@dataclass(slots=True)
+class Costs:
+    """Measured seconds per layer: a moving average over its calls, the first batch left out."""
+
+    mean: float = 0.0
+    calls: int = 0
+
+    def add(self, seconds: float) -> None:
+        self.calls += 1
+        self.mean += (seconds - self.mean) / min(self.calls, _CALLS_AVERAGED)
+
+
+@dataclass(slots=True)
+class DeviceUse:
+    """How long a device has been busy, and with how many calls."""
+
+    busy_seconds: float = 0.0
+    calls: int = 0
+
+
+class Measured:
+    """The costs of all layers, and the use of all devices.
+
+    Args:
+        layers: Number of layers.
+        devices: Number of devices.
+    """
+
+    def __init__(self, layers: int, devices: int) -> None:
+        self.forward = [Costs() for _ in range(layers)]
+        self.backward = [Costs() for _ in range(layers)]
+        self.use = [DeviceUse() for _ in range(devices)]
+
+    def forward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
+        """Measures a layer's forward on a device."""
+        return self._call(device, self.forward[layer])
+
+    def backward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
+        """Measures a layer's backward, with the recompute if there is one."""
+        return self._call(device, self.backward[layer])
+
+    @contextmanager
+    def _call(self, device: int, costs: Costs) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - start
+            self.use[device].busy_seconds += seconds
+            self.use[device].calls += 1
+            costs.add(seconds)
+
+    @contextmanager
+    def busy(self, device: int) -> Iterator[None]:
+        """Measures other work of a device."""
+        start = time.perf_counter()
+        yield
+        self.use[device].busy_seconds += time.perf_counter() - start
+
+    def costs_of(self, calls: Sequence[int]) -> tuple[list[float], list[float]]:
+        """Seconds of each call's forward, and of its backward including the recompute."""
+        forward = [self.forward[i].mean for i in calls]
+        return forward, [self.backward[i].mean or 3 * self.forward[i].mean for i in calls]
+
+    def forget_costs(self) -> None:
+        """After the first batch: whatever happens for the first time is slow, so only what comes now counts."""
+        for costs in (self.forward, self.backward):
+            costs[:] = [Costs() for _ in costs]
