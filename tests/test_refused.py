@@ -146,6 +146,21 @@ class Remembers(Model):
         return x
 
 
+@refused(
+    "Tensors with a graph kept from batch to batch",
+    "layer 'blocks.4': gradients through this layer are asked for outside of training_step",
+    "keep such tensors detached",
+    late=True,
+)
+class DifferentiatesLater(Model):
+    def output(self, x: Tensor) -> Tensor:
+        self.made = super().output(x)
+        return self.made
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.made.sum().backward()
+
+
 class Taken(Block):
     def forward(self, take: Callable[[nn.Module], Tensor]) -> Tensor:
         return take(self.linear)

@@ -396,6 +396,19 @@ def test_gradients_within_the_step_are_refused() -> None:
         fit(Model(blocks(), penalty).double(), batches(), RoundPipeStrategy(microbatches=3, split="model"), devices=2)
 
 
+def test_gradients_after_the_step_are_refused() -> None:
+    class Keeps(Model):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            self.kept = self(batch[0])
+            return self.kept.var()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.kept.sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"(?s)within training_step.*after it.*split='whole'"):
+        fit(Keeps(blocks(), info_nce).double(), batches(), RoundPipeStrategy(microbatches=3, split="model"), devices=2)
+
+
 def test_a_split_is_found_or_not() -> None:
     layer = nn.Linear(4, 4).double()
     x, mask = batches((8,))[0][0], torch.ones(4, dtype=torch.float64)

@@ -152,7 +152,11 @@ class LayerCalls(CallOwner):
     def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
         """The backward of one layer call; runs when autograd comes to its node."""
         microbatch = present()
-        assert microbatch is not None
+        if microbatch is None:
+            raise RuntimeError(
+                f"{call.label}: gradients through this layer are asked for outside of training_step, by way of a tensor"
+                " with a gradient that came out of it there: keep such tensors detached."
+            )
         if not microbatch.in_backward:
             raise RuntimeError(
                 f"{call.label}: gradients through this layer are asked for within training_step"

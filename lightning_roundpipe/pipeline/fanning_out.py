@@ -108,12 +108,12 @@ class FanningOut:
     def fan_out_backward(self, fan_out: FanOut, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The backward of a split call; runs when autograd comes to its node."""
         microbatch = present()
-        assert microbatch is not None
-        if not microbatch.in_backward or fan_out.done:
+        if microbatch is None or not microbatch.in_backward or fan_out.done:
             raise RuntimeError(
                 "Gradients through a call that the pipeline has split are asked for within training_step"
-                " (torch.autograd.grad or backward), or a second time. Train with RoundPipeStrategy(split='whole') and"
-                " keep the layers out of the pipeline with `layers`, or use manual optimization."
+                " (torch.autograd.grad or backward), after it, or a second time. Train with"
+                " RoundPipeStrategy(split='whole') and keep the layers out of the pipeline with `layers`, or use manual"
+                " optimization."
             )
         fan_out.done = True
         fan_out.give(gradients)
