@@ -2,8 +2,8 @@
 
     python benchmarks/overhead.py [--rounds 5] [--steps 8]
 
-The loop runs each block under ``torch.utils.checkpoint``, adds up the gradients of the microbatches and steps. Both have
-one thread for their computation; ours goes through Lightning's own loop.
+The loop runs each block under ``torch.utils.checkpoint``, adds up the gradients of the microbatches and steps. Both
+have one thread for their computation; ours goes through Lightning's own loop.
 """
 
 import argparse

@@ -45,9 +45,9 @@ class RoundPipePrecision(Precision):
         loss = closure()
         scaler = getattr(self, "scaler", None)
         if scaler is None:
-            strategy.submit_step(optimizer, self._before_step(model))
+            strategy.submit_step(optimizer, self.before_step(model))
         elif loss is not None:  # a skipped step must not count for the scale
-            strategy.submit_step(optimizer, self._before_step(model), scaler.update)
+            strategy.submit_step(optimizer, self.before_step(model), scaler.update)
         return loss
 
     def loss_scale(self) -> float:
@@ -56,7 +56,7 @@ class RoundPipePrecision(Precision):
         return 1.0 if scaler is None or not scaler.is_enabled() else float(scaler.get_scale())
 
     def handles_in_background(self, optimizer: Optimizer) -> bool:
-        """Whether the step consists of nothing but what :meth:`_before_step` does, and the optimizer's own step."""
+        """Whether the step consists of nothing but what :meth:`before_step` does, and the optimizer's own step."""
         kind: Any = next(base for base in type(self).__mro__[1:] if not issubclass(base, RoundPipePrecision))
         known = (
             kind.optimizer_step in (Precision.optimizer_step, MixedPrecision.optimizer_step)
@@ -66,11 +66,14 @@ class RoundPipePrecision(Precision):
         scaler = getattr(self, "scaler", None)
         return known and not (scaler is not None and _optimizer_handles_unscaling(optimizer))
 
-    def _before_step(self, model: "pl.LightningModule") -> BeforeStep:
+    def before_step(self, model: "pl.LightningModule") -> BeforeStep | None:
+        """What is to be done with all gradients before they are used, if anything is."""
         trainer = model.trainer
         clip_value = float(trainer.gradient_clip_val or 0.0)
         algorithm = GradClipAlgorithmType(trainer.gradient_clip_algorithm or "norm")
         scaler = getattr(self, "scaler", None)
+        if scaler is None and clip_value <= 0:
+            return None
 
         def before_step(snapshot: Optimizer) -> bool:
             if scaler is not None:

@@ -462,6 +462,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 lambda: scale * self._loss_scale(),
                 deferred=self._waits_for_backward(module),
                 values_changed=self._may_have_changed(),
+                rounds_gradients=self._rounds_gradients(trainer),
             )
             if process_wide or (self._communicates and not self._batch.deferred):
                 pipeline.wait_backward()  # the recompute must see the same default dtype
@@ -709,6 +710,17 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                     hook(parameter)
 
+    def _rounds_gradients(self, trainer: "pl.Trainer") -> bool:
+        """Whether nothing comes between this batch's gradients and their optimizer step."""
+        plugin = self.precision_plugin
+        return (
+            self.steps_in_background
+            and self.processes is None
+            and isinstance(plugin, RoundPipePrecision)
+            and plugin.before_step(trainer.lightning_module) is None
+            and not trainer.fit_loop._should_accumulate()
+        )
+
     def _adopt_gradients(self) -> None:
         """The user zeroes gradients (or does not) in their own way: what is in ``.grad`` now is added to."""
         pipeline = self._pipeline
@@ -720,7 +732,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                     pipeline.gradients.adopt(parameter, parameter.grad)
 
     def submit_step(
-        self, optimizer: Optimizer, before_step: BeforeStep, after_step: Callable[[], None] | None = None
+        self, optimizer: Optimizer, before_step: BeforeStep | None, after_step: Callable[[], None] | None = None
     ) -> None:
         """Hands a step to the background worker."""
         assert self._worker is not None and self._pipeline is not None and self._batch is not None
@@ -728,7 +740,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._worker.order = self._pipeline.unit_order()
         gradients = self._batch.gradients
         assert isinstance(gradients, BatchGradients)
-        self._worker.submit(StepJob(optimizer, gradients, before_step, after_step))
+        half = self._pipeline.store.travels_in_half
+        self._worker.submit(StepJob(optimizer, gradients, before_step, after_step, in_half_precision=half))
         self._gradients_unused = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
 

@@ -260,3 +260,45 @@ def test_what_the_optimizer_still_reads_is_not_written(sums: Sums) -> None:
             sums.store.publish(unit)
         done.result(SECONDS)
     assert torch.equal(sums.gradients.get(sums.first), parts[1])
+
+
+def test_a_batch_is_added_up_in_full_precision_and_rounded_once(sums: Sums) -> None:
+    sums.store.travel_in_half({sums.first: torch.bfloat16})
+    parts = [torch.full((2, 2), value, dtype=torch.bfloat16) for value in (1.0, 2.0**-8, 2.0**-8)]
+    exact = summed([part.float() for part in parts])
+    assert not torch.equal(exact.bfloat16(), summed(parts)), "the numbers must show where they are rounded"
+    batch = sums.gradients.begin_batch(MICROBATCHES, rounds=True)
+    for microbatch, part in enumerate(parts):
+        batch.add(microbatch, sums.first, part)
+        assert not sums.gradients.is_rounded(sums.first)
+        sums.finish(batch, microbatch)
+    assert sums.gradients.is_rounded(sums.first)
+    assert torch.equal(sums.gradients.get(sums.first), exact.bfloat16().float())
+    assert not sums.gradients.is_rounded(sums.first)
+
+
+def test_what_comes_after_a_rounded_sum_is_added_in_full_precision(sums: Sums) -> None:
+    sums.store.travel_in_half({sums.first: torch.bfloat16})
+    first, second = (torch.full((2, 2), value) for value in (1.0, 2.0**-12))
+    for gradient, rounds in ((first, True), (second, False)):
+        batch = sums.gradients.begin_batch(1, rounds=rounds)
+        batch.add(0, sums.first, gradient)
+        sums.finish(batch, 0)
+    assert torch.equal(sums.gradients.get(sums.first), first + second)
+
+
+def test_memory_is_used_again_after_the_first_batches(sums: Sums) -> None:
+    sums.store.travel_in_half({parameter: torch.bfloat16 for parameter in sums.root.parameters()})
+    made = []
+    for rounds in (True, True, True, False, True, True):
+        batch = sums.gradients.begin_batch(1, rounds=rounds)
+        for parameter in sums.root.parameters():
+            batch.add(0, parameter, torch.ones_like(parameter))
+        sums.finish(batch, 0)
+        for unit in sums.store.units:
+            sums.gradients.clear(unit)
+        made.append(sums.gradients.memory.made)
+    # Each parameter one in half precision, a weight and a bias in full; the fourth batch needs them all in full.
+    assert made == [6, 6, 6, 8, 8, 8]
+    sums.gradients.memory.let_go()
+    assert sums.gradients.memory.made == 0

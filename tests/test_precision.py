@@ -3,6 +3,7 @@ precision.
 """
 
 import copy
+import importlib
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -335,3 +336,59 @@ def test_lightning_s_fallback_where_the_cpu_has_no_fp16() -> None:
     trained = [fit_pipeline(make(), data(), M, 2, run={"precision": precision}) for precision in MIXED]
     assert_equal(result(trained[0]), result(trained[1]))
     assert differs(result(trained[0]), result(fit_pipeline(make(), data(), M, 2)))
+
+
+class CountsFused:
+    """How many parameters torch's fused Adam has stepped."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.parameters = 0
+        module = importlib.import_module("torch.optim.adam")  # the name `torch.optim.adam` is taken away
+        fused = module._fused_adam
+
+        def counting(params: list[Tensor], *args: Any, **kwargs: Any) -> None:
+            self.parameters += len(params)
+            fused(params, *args, **kwargs)
+
+        monkeypatch.setattr(module, "_fused_adam", counting)
+
+
+@pytest.mark.parametrize(
+    "optimizer, precision, fused",
+    [
+        (partial(torch.optim.AdamW, lr=0.01), "bf16-mixed", True),
+        (partial(torch.optim.Adam, lr=0.01), "bf16-mixed", True),
+        (partial(torch.optim.AdamW, lr=0.01), "32-true", False),  # bit for bit what torch gives
+        (partial(torch.optim.AdamW, lr=0.01, fused=False), "bf16-mixed", False),
+        (partial(torch.optim.AdamW, lr=0.01, foreach=True), "bf16-mixed", False),
+        (partial(torch.optim.AdamW, lr=0.01, fused=True), "32-true", True),
+    ],
+)
+def test_the_step_is_fused_where_that_is_left_to_torch(
+    optimizer: Any, precision: str, fused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = CountsFused(monkeypatch)
+    model = make(optimizer=optimizer)
+    trainer = fit_pipeline(model, data(), M, 2, run={"precision": precision})
+    assert counts.parameters == (5 * len(list(model.parameters())) if fused else 0)
+    made = optimizer(make().parameters())
+    group = trainer.optimizers[0].param_groups[0]
+    assert {**group, "params": None} == {**made.param_groups[0], "params": None}
+    trainer.optimizers[0].load_state_dict(copy.deepcopy(trainer.optimizers[0].state_dict()))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_gradients_in_half_precision_lose_nothing_of_a_whole_batch(devices: int, staleness: int) -> None:
+    """Kept in half precision between backward and step, unless the step needs them all before (to clip them)."""
+    for m in (1, M):
+        found = []
+        for clip in (None, 1e9):
+            model = make()
+            run = {"precision": "bf16-mixed", "gradient_clip_val": clip}
+            fit_pipeline(model, data(), m, devices, run=run, staleness=staleness)
+            found.append(moved(model, weights(make())))
+        if m == 1:
+            assert_equal(*found)
+        else:
+            assert 0 < distance(*found) < 2**-8

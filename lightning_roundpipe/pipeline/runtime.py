@@ -37,7 +37,8 @@ from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor, Turnstiles
 from lightning_roundpipe.pipeline.weight_actions import WeightActions
 from lightning_roundpipe.schedules import Scheduler
-from lightning_roundpipe.state.gradients import Gradients
+from lightning_roundpipe.state.gradients import BatchGradients, Gradients
+from lightning_roundpipe.state.host_memory import trim
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 
@@ -148,6 +149,7 @@ class Pipeline:
         *,
         deferred: bool = False,
         values_changed: bool = False,
+        rounds_gradients: bool = False,
     ) -> Batch:
         """Runs the forward of a batch, and starts its backward. Returns when all losses are known.
 
@@ -157,6 +159,8 @@ class Pipeline:
             scale: Factor of the batch's loss; asked for when the first backward begins.
             deferred: Whether the backward waits for :meth:`Batch.release`.
             values_changed: Whether user code may have changed parameters since the last batch. No step may be pending.
+            rounds_gradients: Whether gradients of parameters that travel in half precision are kept in it for the
+                step that follows.
 
         Raises:
             BaseException: Whatever was raised in a microbatch, with a note that says where.
@@ -171,7 +175,8 @@ class Pipeline:
         self._collector.refresh()
         if self.batch is not None and self.batch.released and (self._collector.units_past_us or self.batch.recomputes):
             self.wait_backward()  # a checkpoint runs the user's own modules in it
-        batch = self._make_batch(weights, scale, deferred=deferred)
+        gradients = self.gradients.begin_batch(len(weights), rounds=rounds_gradients)
+        batch = self._make_batch(weights, scale, gradients, deferred=deferred)
         batch.settled = values_changed or self.store.enqueued == 0
         batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self._has_seen_several |= batch.microbatches > 1
@@ -202,10 +207,12 @@ class Pipeline:
         if batch.microbatches > 1:
             self._attributes.end_batch(batch)
         commit_norm_statistics([run.norm_statistics for run in batch.runs if run is not None])
-        self._learn(batch)
+        self._learn(batch, rounds_gradients)
         return batch
 
-    def _make_batch(self, weights: Sequence[float], scale: Callable[[], float], *, deferred: bool) -> Batch:
+    def _make_batch(
+        self, weights: Sequence[float], scale: Callable[[], float], gradients: BatchGradients, *, deferred: bool
+    ) -> Batch:
         splits_calls = self._fanning_out.active
         first = self._planning.plan is None and not self._fanning_out.plans
         records = first or (len(weights) > 1 and not self._has_seen_several)  # it shows what is new
@@ -219,12 +226,12 @@ class Pipeline:
             deferred,
             None if serial else self._planning.next(deferred=deferred),
             records,
-            self.gradients.begin_batch(len(weights)),
+            gradients,
             self.store.version_for_next_batch(),
             splits_calls=splits_calls,
         )
 
-    def _learn(self, batch: Batch) -> None:
+    def _learn(self, batch: Batch, rounds_gradients: bool) -> None:
         """Takes what the batch has shown for the next one."""
         sequences = [tuple(run.sequence) for run in batch.runs if run is not None]
         for layer in self.layers:
@@ -232,6 +239,9 @@ class Pipeline:
         if batch.records:
             foreign = (map(id, layer.traits.foreign) for layer in self.layers)
             self.store.travel_in_half(half_parameters(self.layers, batch.used_outside.union(*foreign)))
+            if batch.serial and not batch.deferred:
+                self.gradients.settle(rounds=rounds_gradients)
+                trim()
         if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
             self.run_serially("a layer that writes its own state is called several times in a step")
         if not batch.splits_calls:  # each call has a plan of its own

@@ -28,37 +28,84 @@ class _Deposit:
     """Whether some of what the pipeline adds up for the parameter came later."""
 
 
-class _Sum:
-    """The gradients of one unit, summed over batches. Memory is kept from step to step."""
+class _Memory:
+    """Tensors that are used again and again, by shape, strides and type."""
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self.made = 0
+        """How many there are."""
+
+    def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """One without meaningful contents."""
+        with self._lock:
+            if free := self._free.get((like.shape, like.stride(), dtype)):
+                return free.pop()
+            self.made += 1
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+    def give_back(self, tensor: Tensor) -> None:
+        if not tensor.is_sparse:
+            with self._lock:
+                self._free.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(tensor)
+
+    def let_go(self) -> None:
+        """Keeps only what is in use."""
+        with self._lock:
+            self.made -= sum(map(len, self._free.values()))
+            self._free.clear()
+
+
+class _Sum:
+    """The gradients of one unit, summed over batches, in the masters' precision; see :meth:`round`."""
+
+    def __init__(self, unit: Unit, memory: _Memory) -> None:
         self.unit = unit
-        self.buffers: list[Tensor | None] = [None] * len(unit.parameters)
-        self.filled = [False] * len(unit.parameters)
-        self.spare: list[Tensor | None] = [None] * len(unit.parameters)
-        """Memory that a step has given back."""
+        self.gradients: list[Tensor | None] = [None] * len(unit.parameters)
+        """For each parameter the sum, or None if nothing contributed."""
         self.batches = 0
         """Number of batches that are complete for this unit. Guarded by the monitor's lock."""
         self.taken = 0
         """Number of the last optimizer step that took the sums with their memory. Guarded by the monitor's lock."""
+        self._memory = memory
 
     def add(self, index: int, gradient: Tensor) -> None:
         parameter = self.unit.parameters[index]
-        buffer = self.buffers[index]
-        if buffer is None:
-            spare = self.spare  # the worker may give back others meanwhile
-            buffer, spare[index] = spare[index], None
-        if self.filled[index]:
-            assert buffer is not None
-            buffer = buffer + gradient if buffer.is_sparse else buffer.add_(gradient)
+        present = self.full(index)
+        if present is not None:
+            self.gradients[index] = present + gradient if present.is_sparse else present.add_(gradient)
         elif gradient.is_sparse:
-            buffer = gradient.to(parameter.dtype)
+            self.gradients[index] = gradient.to(parameter.dtype)
         else:
-            if buffer is None or buffer.is_sparse or buffer.shape != gradient.shape:
-                buffer = torch.empty_like(parameter, requires_grad=False)
-            buffer.copy_(gradient)
-        self.buffers[index] = buffer
-        self.filled[index] = True
+            self.gradients[index] = self._memory.take(parameter, parameter.dtype).copy_(gradient)
+
+    def full(self, index: int) -> Tensor | None:
+        """The sum in the master's precision."""
+        present = self.gradients[index]
+        if present is not None and present.dtype != self.unit.parameters[index].dtype:
+            rounded, present = present, self._convert(index, self.unit.parameters[index].dtype)
+            self._memory.give_back(rounded)
+        return present
+
+    def round(self, index: int, dtype: torch.dtype) -> None:
+        """Keeps the sum in half precision until :meth:`full` is called: half the memory, and no more is lost than when
+        the batch had been computed as a whole, whose gradient would have this precision."""
+        present = self.gradients[index]
+        if present is not None and not present.is_sparse and present.dtype != dtype:
+            self._convert(index, dtype)
+            self._memory.give_back(present)
+
+    def _convert(self, index: int, dtype: torch.dtype) -> Tensor:
+        present = self.gradients[index]
+        assert present is not None
+        converted = self.gradients[index] = self._memory.take(self.unit.parameters[index], dtype).copy_(present)
+        return converted
+
+    def hand_over(self) -> list[Tensor | None]:
+        """Starts anew, in other memory."""
+        gradients, self.gradients = self.gradients, [None] * len(self.gradients)
+        return gradients
 
     def may_be_written(self, steps: int) -> bool:
         """Whether the optimizer has done with what so many steps read."""
@@ -71,62 +118,84 @@ class Gradients:
     def __init__(self, store: ParameterStore, monitor: Monitor) -> None:
         self.store = store
         self.monitor = monitor
-        self.sums = [_Sum(unit) for unit in store.units]
+        self.memory = _Memory()
+        self.sums = [_Sum(unit, self.memory) for unit in store.units]
         self.position = {
             id(parameter): (unit.index, i) for unit in store.units for i, parameter in enumerate(unit.parameters)
         }
         self._batches = 0
 
-    def begin_batch(self, microbatches: int) -> "BatchGradients":
-        batch = BatchGradients(self, self._batches, microbatches)
+    def begin_batch(self, microbatches: int, *, rounds: bool = False) -> "BatchGradients":
+        """
+        Args:
+            microbatches: Their number.
+            rounds: Whether gradients of parameters that travel in half precision are kept in it. Only where an
+                optimizer step follows at once.
+        """
+        batch = BatchGradients(self, self._batches, microbatches, rounds)
         self._batches += 1
         return batch
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
         """The sum for a parameter, or None if nothing contributed. Its memory is reused after :meth:`clear`."""
         unit, index = self.position[id(parameter)]
-        sum_ = self.sums[unit]
-        return sum_.buffers[index] if sum_.filled[index] else None
+        return self.sums[unit].full(index)
+
+    def is_rounded(self, parameter: nn.Parameter) -> bool:
+        """Whether the sum is kept in half precision."""
+        unit, index = self.position[id(parameter)]
+        present = self.sums[unit].gradients[index]
+        return present is not None and present.dtype != parameter.dtype
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Adds to a parameter's sum, between batches."""
         unit, index = self.position[id(parameter)]
         self.sums[unit].add(index, gradient)
 
+    def round(self, unit: Unit) -> None:
+        """Keeps the unit's complete sums as their parameters travel."""
+        for index, parameter in enumerate(unit.parameters):
+            if (half := self.store.half_precision(parameter)) is not None:
+                self.sums[unit.index].round(index, half)
+
+    def settle(self, *, rounds: bool) -> None:
+        """After the first batch, which is complete and has shown what travels in half precision: keeps its sums so, and
+        lets go of the memory that is left over.
+        """
+        for unit in self.store.units if rounds else ():
+            self.round(unit)
+        self.memory.let_go()
+
     def clear(self, unit: Unit) -> None:
         """Starts the unit's sums anew."""
-        filled = self.sums[unit.index].filled
-        filled[:] = [False] * len(filled)
+        self.give_back([self.sums[unit.index].hand_over()])
 
     def take(self, units: Iterable[Unit]) -> list[list[Tensor | None]]:
         """Starts the units' sums anew in other memory, for a step that needs all gradients until its end."""
         taken = []
         for unit in units:
             sum_ = self.sums[unit.index]
-            taken.append(sum_.buffers)
-            sum_.buffers = [None] * len(sum_.buffers)
-            self.clear(unit)
+            taken.append(sum_.hand_over())
             with self.monitor.lock:
                 sum_.taken = unit.done + 1
                 unit.changed.notify_all()
         return taken
 
-    def give_back(self, units: Iterable[Unit], taken: Iterable[list[Tensor | None]]) -> None:
-        """Lets the memory that a step has taken be used again."""
-        for unit, buffers in zip(units, taken, strict=True):
-            self.sums[unit.index].spare = buffers
+    def give_back(self, taken: Iterable[list[Tensor | None]]) -> None:
+        """Lets memory be used again."""
+        for gradients in taken:
+            for gradient in gradients:
+                if gradient is not None:
+                    self.memory.give_back(gradient)
 
     def adopt(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Goes on adding to a gradient that is there already."""
         unit, index = self.position[id(parameter)]
-        self.sums[unit].buffers[index] = gradient
-        self.sums[unit].filled[index] = True
+        self.sums[unit].gradients[index] = gradient
 
     def hand_over(self, unit: Unit) -> None:
         """Starts the unit's sums anew, leaving their memory to whoever holds it."""
-        self.clear(unit)
-        buffers = self.sums[unit.index].buffers
-        buffers[:] = [None] * len(buffers)
+        self.sums[unit.index].hand_over()
 
 
 class BatchGradients:
@@ -136,10 +205,11 @@ class BatchGradients:
         number: Number of the batch.
     """
 
-    def __init__(self, gradients: Gradients, index: int, microbatches: int) -> None:
+    def __init__(self, gradients: Gradients, index: int, microbatches: int, rounds: bool) -> None:
         self._gradients = gradients
         self.number = index
         self._microbatches = microbatches
+        self._rounds = rounds
         self._required_steps = gradients.store.enqueued
         units = len(gradients.sums)
         self._parts: list[dict[int, dict[int, Tensor]]] = [{} for _ in range(units)]
@@ -214,6 +284,8 @@ class BatchGradients:
                 self._next[number] += 1
             if self._next[number] < self._microbatches:
                 return
+            if self._rounds:
+                self._gradients.round(unit)
         with monitor.lock:
             sum_.batches = self.number + 1
             unit.changed.notify_all()

@@ -109,6 +109,15 @@ class ParameterStore:
                 leaf = leaves[id(parameter)]
                 leaves[id(parameter)] = nn.Parameter(leaf.detach().to(dtype), requires_grad=leaf.requires_grad)
 
+    @property
+    def travels_in_half(self) -> bool:
+        """Whether there are parameters that travel in half precision."""
+        return bool(self._half)
+
+    def half_precision(self, parameter: nn.Parameter) -> torch.dtype | None:
+        """In which type the parameter travels, if in half precision."""
+        return self._half.get(id(parameter))
+
     def full_precision_leaf(self, parameter: nn.Parameter, version: int) -> Tensor:
         """What code outside layers computes with.
 
