@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.schedules import Partition, balance
 from lightning_roundpipe.schedules.costs import Costs
-from lightning_roundpipe.schedules.planner import Memory, plan
+from lightning_roundpipe.schedules.planner import Memory, Plan, plan
 from lightning_roundpipe.schedules.recurrence import time_per_batch
 from lightning_roundpipe.schedules.simulate import batches_of, simulate
 
 UNIFORM = Costs([1] * 32, [2] * 32)
+QWEN = Costs([7.43] * 28 + [22.07], [15.83] * 28 + [43.71], hop=1.6)
 LLAMA = Costs([18.5] * 32 + [37.23], [41.21] * 32 + [74.5], hop=3.2)
 
 
@@ -70,6 +71,26 @@ def test_recurrence_with_lanes(lanes: int, microbatches: int) -> None:
         assert time_per_batch(partition, costs, microbatches, 4, staleness=staleness, lanes=lanes) == found.period
 
 
+@pytest.mark.parametrize(
+    ("layers", "forward", "backward"),
+    [
+        (QWEN, [10, 9, 9], [1] + [4] * 7),
+        (QWEN, [7] * 4, [1] + [3] * 8 + [2] * 2),
+        (LLAMA, [6] * 5 + [2], [1] + [2] * 16),
+    ],
+)
+@pytest.mark.parametrize(("devices", "microbatches"), [(8, 16), (8, 9), (4, 5)])
+def test_recurrence_where_batches_take_turns(
+    layers: Costs, forward: list[int], backward: list[int], devices: int, microbatches: int
+) -> None:
+    """After how many batches the steady state repeats itself has nothing to do with the number of devices."""
+    partition = cut(forward, backward)
+    found = simulate(batches_of(partition, microbatches, devices, 60), partition, layers, staleness=1)
+    assert found.cycle
+    time_found = time_per_batch(partition, layers, microbatches, devices, staleness=1)
+    assert time_found == pytest.approx(found.period, rel=1e-9)
+
+
 NAMED = [finest(32), cut([1] + [3] * 10, [1] * 32), cut([6] * 5, [2] * 16)]
 
 
@@ -91,6 +112,27 @@ def test_at_least_as_good_as_the_named_plans(
     assert found.time == time_per_batch(
         found.partition, UNIFORM, microbatches, devices, staleness=staleness, lanes=found.lanes
     )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize(
+    ("costs", "named"),
+    [
+        (QWEN, cut([7] * 4, [1] + [3] * 8 + [2] * 2)),
+        (QWEN, cut([7] * 4, [1] + [2] * 2 + [3] * 8)),
+        (QWEN, finest(29)),
+        (LLAMA, cut([6, 6, 5, 5, 5, 5], [1] + [2] * 16)),
+        (LLAMA, cut([5, 5, 5, 5, 6, 6], [1] + [2] * 16)),
+        (LLAMA, finest(33)),
+    ],
+)
+@pytest.mark.parametrize("lanes", [1, None])
+def test_at_least_as_good_as_the_paper_s_stages_of_real_models(
+    costs: Costs, named: Partition, lanes: int | None, staleness: int
+) -> None:
+    for microbatches in (9, 16):
+        found = plan(costs, microbatches, 8, staleness=staleness, lanes=lanes)
+        assert found.time <= time_per_batch(named, costs, microbatches, 8, staleness=staleness) * (1 + 1e-12)
 
 
 @given(cases(), st.sampled_from([0, 1]))
@@ -144,22 +186,40 @@ def test_memory_limit() -> None:
     assert free.time <= found.time
 
 
-def test_memory_that_nothing_fits_into() -> None:
-    memory = Memory(limit=1, parameters=[2] * 8, gradients=[2] * 8, activations=[1] * 8)
-    found = plan(Costs([1] * 8, [2] * 8), 4, 2, memory=memory)
-    assert found.partition == finest(8)
-    assert memory.needed(found.partition) > 1
+@given(st.data(), cases(), st.sampled_from([0, 1]), st.booleans())
+@settings(deadline=None, max_examples=60)
+def test_a_plan_never_exceeds_the_memory(
+    data: st.DataObject, case: tuple[Costs, Partition, int, int], staleness: int, fused: bool
+) -> None:
+    costs, _, microbatches, devices = case
+    calls = len(costs.forward)
+    sizes = st.lists(st.integers(0, 9), min_size=calls, max_size=calls)
+    parameters, gradients, activations = data.draw(sizes), data.draw(sizes), data.draw(sizes)
+    each = [sum(of) for of in zip(parameters, gradients, activations, strict=True)]
+    least = max(each) + max(parameters)
+    limit = least + data.draw(st.integers(-1, 30))
+    memory = Memory(limit, parameters, gradients, activations)
+
+    def search() -> Plan:
+        return plan(costs, microbatches, devices, staleness=staleness, lanes=None, fused=fused, memory=memory)
+
+    if limit < least:
+        with pytest.raises(ValueError, match=f"Layer call {each.index(max(each))} needs {least} .* there are {limit}"):
+            search()
+    else:
+        assert memory.needed(search().partition) <= limit
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
 @pytest.mark.parametrize("lanes", [1, None])
-def test_two_hundred_layers_within_a_second(staleness: int, lanes: int | None) -> None:
+@pytest.mark.parametrize(("devices", "microbatches"), [(2, 3), (2, 8), (4, 5), (4, 16), (8, 9), (8, 32)])
+def test_two_hundred_layers_within_a_second(devices: int, microbatches: int, lanes: int | None, staleness: int) -> None:
     costs = Costs(
         [1 + 0.01 * (layer % 7) for layer in range(199)] + [6.0], [2.0] * 199 + [12.0],
         upload=[3.0] * 200, download=[3.0] * 200, optimizer=[1.0] * 200, hop=0.1,
     )  # fmt: skip
     started = time.thread_time()
-    plan(costs, 9, 8, staleness=staleness, lanes=lanes)
+    plan(costs, microbatches, devices, staleness=staleness, lanes=lanes)
     assert time.thread_time() - started < 1
 
 

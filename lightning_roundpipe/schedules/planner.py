@@ -6,9 +6,9 @@ from itertools import product
 
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.partition import Cost, Partition
-from lightning_roundpipe.schedules.recurrence import Prefixes, time_per_batch
+from lightning_roundpipe.schedules.recurrence import Prefixes, steady_state
 
-BUDGET = 6_000_000  # how many actions the search may time: about half a second
+BUDGET = 5_000_000  # how many actions the search may time: about half a second
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ class Memory:
     parameters: Sequence[Cost]
     gradients: Sequence[Cost]
     activations: Sequence[Cost]
+
+    def alone(self) -> tuple[int, Cost]:
+        """The call that needs the most in a stage of its own, and how much that is. No stages need less."""
+        sizes = [sum(of) for of in zip(self.parameters, self.gradients, self.activations, strict=True)]
+        most = max(range(len(sizes)), key=sizes.__getitem__, default=0)
+        return most, max(sizes, default=0) + max(self.parameters, default=0)
 
     def needed(self, partition: Partition) -> Cost:
         """The most that a device may hold at a time.
@@ -85,15 +91,23 @@ def plan(
         staleness: How many steps the parameters of a batch may be behind.
         lanes: Number of lanes; ``None``: the best one, of those that divide the devices.
         fused: Whether the first backward stage may run forward and backward at once.
-        memory: What stages must fit into; one layer per stage is returned if nothing does.
+        memory: What stages must fit into.
+
+    Raises:
+        ValueError: A single call does not fit into the memory. The message says which and why.
     """
+    if memory is not None and (alone := memory.alone())[1] > memory.limit:
+        raise ValueError(
+            f"Layer call {alone[0]} needs {alone[1]:,} of a device's memory even in a stage of its own, with the largest"
+            f" call's parameters on their way; there are {memory.limit:,}."
+        )
     options = (
         [lanes] if lanes is not None else [r for r in range(1, min(devices, microbatches) + 1) if devices % r == 0]
     )
-    searches = [
-        _Search(costs, microbatches, devices, staleness, r, fused, memory, BUDGET // len(options)) for r in options
-    ]
-    return min((search.best() for search in searches), key=lambda found: found.time)
+    searches = [_Search(costs, microbatches, devices, staleness, r, fused, memory) for r in options]
+    for search in searches:
+        search.look_around(BUDGET // 2 // len(options))
+    return min(searches, key=lambda search: search.leaders()[0].time).improve(BUDGET // 2)
 
 
 @dataclass
@@ -105,31 +119,35 @@ class _Search:
     lanes: int
     fused: bool
     memory: Memory | None
-    budget: int
+    budget: int = 0
     seen: dict[Partition, Cost | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes.of(self.costs, self.lanes, self.devices)
         self.width = self.devices // self.lanes
+        self.share = -(-self.microbatches // self.lanes)
         self.again = [a + b for a, b in zip(self.costs.recompute, self.costs.backward, strict=True)]
         self.at_once = [a + b for a, b in zip(self.costs.forward, self.costs.backward, strict=True)]
 
-    def best(self) -> Plan:
+    def look_around(self, budget: int) -> None:
+        """Times one layer per stage, and the most promising of the others."""
+        self.budget = budget
         finest = _finest(len(self.costs.forward), self.fused)
-        time = time_per_batch(
-            finest, self.costs, self.microbatches, self.devices,
-            staleness=self.staleness, lanes=self.lanes, prefixes=self.prefixes,
-        )  # fmt: skip
-        self.seen[finest] = time
-        best = Plan(finest, self.lanes, time)
-        reserve = self.budget // 2
+        best = Plan(finest, self.lanes, self._time(finest))
         for partition in self._starts():
-            if self.budget < reserve:
+            if self.budget <= 0:
                 break
             best = self._better(best, partition)
+
+    def leaders(self) -> list[Plan]:
+        """The fastest so far, the first one first."""
         timed = [Plan(partition, self.lanes, time) for partition, time in self.seen.items() if time is not None]
-        leaders = sorted(timed, key=lambda found: found.time)[:5]
-        return min((self._improve(leader) for leader in leaders), key=lambda found: found.time)
+        return sorted(timed, key=lambda found: found.time)[:5]
+
+    def improve(self, budget: int) -> Plan:
+        """The best that is reached from one of the leaders, step by step."""
+        self.budget = budget
+        return min((self._improve(leader) for leader in self.leaders()), key=lambda found: found.time)
 
     def _improve(self, best: Plan) -> Plan:
         while self.budget > 0:
@@ -148,15 +166,14 @@ class _Search:
         if self.memory is not None and self.memory.needed(partition) > self.memory.limit:
             self.seen[partition] = None
             return best
-        share = -(-self.microbatches // self.lanes)
-        batches = (1 + self.staleness) * (2 + self.width)
-        self.budget -= partition.stage_count() * (share * batches + 100)
-        time = time_per_batch(
-            partition, self.costs, self.microbatches, self.devices,
-            staleness=self.staleness, lanes=self.lanes, prefixes=self.prefixes,
-        )  # fmt: skip
-        self.seen[partition] = time
+        time = self._time(partition)
         return Plan(partition, self.lanes, time) if time < best.time else best
+
+    def _time(self, partition: Partition) -> Cost:
+        time, batches = steady_state(partition, self.prefixes, self.costs.hop, self.share, self.width, self.staleness)
+        self.seen[partition] = time
+        self.budget -= partition.stage_count() * (self.share * batches + 100)
+        return time
 
     def _starts(self) -> Iterator[Partition]:
         """Partitions by limits on a stage's time, the most promising first."""
@@ -196,10 +213,9 @@ class _Search:
             else:
                 costs = self.at_once if partition.fused and number == forward else self.again
             longest = max(longest, sum(costs[calls.start : calls.stop]))
-        share = -(-self.microbatches // self.lanes)
         if self.staleness:
-            return max(share, self.width) * partition.stage_count() * longest
-        return (share * partition.stage_count() + self.width * (self.width - 1)) * longest
+            return max(self.share, self.width) * partition.stage_count() * longest
+        return (self.share * partition.stage_count() + self.width * (self.width - 1)) * longest
 
     def _cut(self, limit: Cost, fine: int, front: bool, backward_front: bool) -> Partition:
         """Stages within a limit, but for the first and last ``fine`` of the batch, which have one call.
