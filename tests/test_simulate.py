@@ -412,6 +412,76 @@ def test_useful_utilization_with_full_recompute(fused: int) -> None:
     assert found.utilization == Fraction(3 * layers, 4 * layers - fused) * (1 - found.steady_bubble)
 
 
+# --- recomputing before the gradient arrives
+
+
+@pytest.mark.parametrize(("p", "m"), [*product(DEVICES, (1, 2, 3, 8, 12))])
+def test_bound_schedules_that_recompute_early(p: int, m: int) -> None:
+    """The recompute of one microbatch per device falls into the time in which it waits anyway, but for the last."""
+    for forward, backward, recompute in ((1, 2, 1), (3, 5, 3), (2, 3, 1)):
+        costs = Costs([forward] * p, [backward] * p, [recompute] * p)
+        for schedule in (gpipe(p, m), one_f_one_b(p, m)):
+            found = simulate(schedule, one_layer_each(p), costs, recomputes_early=True)
+            late = simulate(schedule, one_layer_each(p), costs)
+            assert found.makespan == (m + p - 1) * (forward + backward) + m * recompute
+            assert late.makespan - found.makespan == (p - 1) * recompute
+            assert {parts.total for parts in found.devices} == {found.makespan}
+            assert {parts.busy for parts in found.devices} == {m * (forward + backward + recompute)}
+
+
+@pytest.mark.parametrize(("n", "more"), [*product(DEVICES, (0, 1, 5))])
+def test_roundpipe_that_recomputes_early(n: int, more: int) -> None:
+    """One forward stage, a fused one, and more of the same time: these begin a recompute earlier, if they need not
+    wait for their device."""
+    t, m = 6, n + more
+    for backward, recompute, hop in product((1, 2, 3, 7, 16), (0, 2, 5), (0, 1)):
+        if m * t < n * (t + hop):
+            continue
+        below, stages = backward - 1, backward + 1
+        if not below:
+            continue
+        partition = cut([below], [1] * backward)
+        costs = Costs(
+            [t] + [0] * below, [t - recompute] * below + [t], [recompute] * below + [0], hop=hop
+        )  # fmt: skip
+        found = simulate(roundpipe(partition, m, n), partition, costs, recomputes_early=True)
+        full, rest = divmod(stages - 1, n)
+        assert found.makespan == full * m * t + rest * (t + hop) - max(rest - 1, 0) * recompute + m * t
+
+
+def test_recomputing_early_by_hand() -> None:
+    """Two stages on two devices: the first recomputes while the second computes what it waits for."""
+    costs = Costs([2, 2], [3, 3], [1, 1], hop=4)
+    partition = one_layer_each(2)
+    found = simulate(gpipe(2, 1), partition, costs, recomputes_early=True)
+    assert [(str(s.action), s.device, s.start, s.end) for s in found.actions] == [
+        ("F0·mb0", 0, 0, 2),
+        ("B3·mb0", 0, 2, 19),  # recomputes until 3; the gradient comes at 16
+        ("F1·mb0", 1, 6, 8),
+        ("B2·mb0", 1, 8, 12),
+    ]
+    assert [parts.busy for parts in found.devices] == [6, 6]
+    assert [parts.bubble for parts in found.devices] == [13, 13]
+
+
+@given(uneven(), st.integers(0, 3), st.integers(0, 2), st.sampled_from([0, 1]))
+def test_recomputing_early_is_never_slower(
+    shape: tuple[list[int], int, int], upload: int, hop: int, staleness: int
+) -> None:
+    times, n, m = shape
+    layers = len(times)
+    costs = Costs(times, times[::-1], times, upload=[upload] * layers, optimizer=[1] * layers, hop=hop)
+    partition = cut([1] * (layers - 1), [1] * layers)
+    schedules = batches_of(partition, m, n, 3)
+    late, early = (
+        simulate(schedules, partition, costs, staleness=staleness, recomputes_early=early) for early in (False, True)
+    )
+    assert all(a <= b for a, b in zip(early.ends, late.ends, strict=True))
+    assert {parts.total for parts in early.devices} == {early.makespan}
+    assert sum(p.busy for p in early.devices) == sum(p.busy for p in late.devices)
+    assert all(min(p.bubble, p.upload, p.optimizer) >= 0 for p in early.devices)
+
+
 # --- by hand
 
 

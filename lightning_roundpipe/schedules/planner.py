@@ -98,8 +98,8 @@ def plan(
     """
     if memory is not None and (alone := memory.alone())[1] > memory.limit:
         raise ValueError(
-            f"Layer call {alone[0]} needs {alone[1]:,} of a device's memory even in a stage of its own, with the largest"
-            f" call's parameters on their way; there are {memory.limit:,}."
+            f"Layer call {alone[0]} needs {alone[1]:,} of a device's memory even in a stage of its own, with the next "
+            f"stage's parameters on their way; there are {memory.limit:,}."
         )
     options = (
         [lanes] if lanes is not None else [r for r in range(1, min(devices, microbatches) + 1) if devices % r == 0]

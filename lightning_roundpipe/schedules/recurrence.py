@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
+from math import isclose
 
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.partition import Cost, Partition
@@ -106,8 +107,9 @@ def steady_state(
         if batch < staleness:
             continue
         # All that later batches depend on, seen from the next one's first device: if that recurs, so does the rest.
-        room, down = map(max, before, linked), map(max, free, down_free)
-        turned = (row[device:] + row[:device] for row in (free, [*room], [*down]))
+        room = [max(pair) for pair in zip(before, linked, strict=True)]
+        down_room = [max(pair) for pair in zip(free, down_free, strict=True)]
+        turned = (row[device:] + row[:device] for row in (free, room, down_room))
         states.append([time - now for time in chain(*turned, steps[-1 - staleness :], (stepped, release))])
         for ago in range(1, len(states)):
             if _alike(states[-1], states[-1 - ago], now):
@@ -133,4 +135,4 @@ def _stages(partition: Partition, sums: Prefixes) -> list[tuple[Cost, Cost, Cost
 
 def _alike(state: Sequence[Cost], earlier: Sequence[Cost], scale: Cost) -> bool:
     """Equal but for rounding."""
-    return all(a == b or abs(a - b) < 1e-9 * scale for a, b in zip(state, earlier, strict=True))
+    return all(a == b or isclose(a - b, 0, abs_tol=1e-9 * scale) for a, b in zip(state, earlier, strict=True))

@@ -161,6 +161,7 @@ def simulate(
     staleness: int = 0,
     prefetch: int = 1,
     returns_at_losses: bool = True,
+    recomputes_early: bool = False,
     together: Mapping[Action, Action] | None = None,
     together_time: Cost | None = None,
 ) -> Simulation:
@@ -181,8 +182,10 @@ def simulate(
         prefetch: How many stages are copied ahead.
         returns_at_losses: Whether a batch begins when the losses of the one before are known, as a training loop does.
             Otherwise only devices and parameters hold it up.
+        recomputes_early: Whether a ``B`` that is next on its device recomputes while its gradient is on its way, for it
+            needs only the input that the forward has kept. Its span begins with the recompute and may have a pause.
         together: For forward actions, the backward actions that come next on their device and run at the same time:
-            both begin when both can, and end together.
+            both begin when both can, and end together. None of them recomputes early.
         together_time: How long such a pair takes; ``None``: as long as one after the other.
 
     Raises:
@@ -193,7 +196,7 @@ def simulate(
         schedule.validate(partition.stage_count() if any(schedule.devices) else None)
     run = _Run(each, partition, costs)
     run.staleness, run.prefetch, run.returns_at_losses = staleness, prefetch, returns_at_losses
-    run.together, run.together_time = together or {}, together_time
+    run.recomputes_early, run.together, run.together_time = recomputes_early, together or {}, together_time
     return run.run()
 
 
@@ -225,6 +228,7 @@ class _Run:
     staleness: int
     prefetch: int
     returns_at_losses: bool
+    recomputes_early: bool
     together: Mapping[Action, Action]
     together_time: Cost | None
 
@@ -232,6 +236,7 @@ class _Run:
         self.costs = costs
         self.ranges = stage_ranges(partition)
         self.loss_stage = len(partition.forward) - (not partition.fused)
+        self.forward_of = {call: stage for stage, calls in enumerate(partition.forward) for call in calls}
         self.resident = any(schedule.resident for schedule in schedules)
         devices = range(max((len(schedule.devices) for schedule in schedules), default=0))
         batches = range(len(schedules))
@@ -355,11 +360,28 @@ class _Run:
             if not batch or not self.returns_at_losses:
                 return 0
             return None if self.losses_left[batch - 1] else self.losses[batch - 1]
-        found = self.done.get((batch, action.stage - (action.kind != "W"), action.microbatch))
+        if action.kind == "W":
+            found = self.done.get((batch, action.stage, action.microbatch))
+            return None if found is None else found[0]
+        return self._output(device, batch, action.stage - 1, action.microbatch)
+
+    def _output(self, device: int, batch: int, stage: int, microbatch: int) -> Cost | None:
+        """When what a stage made of a microbatch is on a device; ``None``: that cannot be told yet."""
+        found = self.done.get((batch, stage, microbatch))
         if found is None:
             return None
         end, source = found
-        return end if action.kind == "W" or (self.resident and source == device) else end + self.costs.hop
+        return end if self.resident and source == device else end + self.costs.hop
+
+    def _early(self, device: int, batch: int, action: Action) -> tuple[Cost, Cost] | None:
+        """How long the recompute is that need not wait for the gradient, and when its input is there."""
+        calls = self.ranges[action.stage]
+        if not self.recomputes_early or action.kind != "B" or not calls or calls.start not in self.forward_of:
+            return None
+        if action in self.together.values():
+            return None
+        kept = self._output(device, batch, self.forward_of[calls.start], action.microbatch)
+        return None if kept is None else (sum(self.costs.recompute[call] for call in calls), kept)
 
     def _action_start(self, device: int) -> Cost | None:
         """When the device's next action starts; ``None``: that cannot be told yet."""
@@ -372,20 +394,34 @@ class _Run:
         if (other := self.together.get(action)) is not None:
             second = self._input(device, batch, other)
             arrival = None if arrival is None or second is None else max(arrival, second)
-        return None if arrival is None else max(self.free[device], visit.uploaded, arrival)
+        if arrival is None:
+            return None
+        early = self._early(device, batch, action)
+        return max(self.free[device], visit.uploaded, arrival if early is None else min(early[1], arrival))
 
     def _act(self, device: int, start: Cost) -> None:
         batch, action, visit = self.lines[device][self.position[device]]
         free = self.free[device]
-        causes = self._causes(free, start, cast(Cost, self._input(device, batch, action)), batch, action, visit)
-        optimizer, upload = (sum(end - begin for begin, end, cause in causes if cause == name) for name in _CAUSES)
+        arrival = cast(Cost, self._input(device, batch, action))
         other = self.together.get(action)
         ran = [action] if other is None else [action, other]
         takes = sum(self._duration(batch, action) for action in ran)
         if other is not None and self.together_time is not None:
             takes = self.together_time
-        end = self.free[device] = start + takes
-        self.parts[batch][device] += Parts(takes, start - free - optimizer - upload, upload, optimizer)
+        early = self._early(device, batch, action)
+        if early is None:
+            causes = self._causes(free, start, arrival, batch, action, visit)
+            pause: Cost = 0
+        else:
+            recomputed = start + early[0]
+            pause = max(arrival - recomputed, 0)
+            causes = self._causes(free, start, min(early[1], arrival), batch, action, visit)
+            causes += self._causes(recomputed, recomputed + pause, arrival, batch, action, visit)
+        if causes and action.kind != "W":
+            self.waits[batch, action.stage, action.microbatch] = causes
+        optimizer, upload = (sum(end - begin for begin, end, cause in causes if cause == name) for name in _CAUSES)
+        end = self.free[device] = start + takes + pause
+        self.parts[batch][device] += Parts(takes, start - free + pause - optimizer - upload, upload, optimizer)
         for _ in ran:
             self._finish(device, start, end)
 
@@ -406,10 +442,7 @@ class _Run:
             (ready, stepped, "optimizer"),
             (stepped, min(max(stepped, cast(Cost, visit.uploaded)), start), "upload"),
         ]
-        causes = [cause for cause in causes if cause[0] < cause[1]]
-        if causes and action.kind != "W":
-            self.waits[batch, action.stage, action.microbatch] = causes
-        return causes
+        return [cause for cause in causes if cause[0] < cause[1]]
 
     def _duration(self, batch: int, action: Action) -> Cost:
         deferred = Action("W", action.stage, action.microbatch) in self.places[batch]
