@@ -1,0 +1,151 @@
+"""Plans are searched in the background, and again when costs or calls have changed."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_roundpipe.devices import CpuDevice
+from lightning_roundpipe.pipeline.plan import Costs
+from lightning_roundpipe.pipeline.planning import Planning
+from lightning_roundpipe.pipeline.runtime import Pipeline
+from lightning_roundpipe.schedules import Partition, Scheduler
+
+CALLS, FORWARD, BACKWARD = (0, 1, 2, 3), [1.0, 1.0, 1.0, 2.0], [3.0, 3.0, 3.0, 6.0]
+
+
+class Noted(Scheduler):
+    """Notes what it is asked."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.searched: list[tuple[Any, ...]] = []
+
+    def plan(self, *args: Any) -> tuple[Partition, int]:
+        self.searched.append(args)
+        return super().plan(*args)
+
+
+def no_failure(error: BaseException) -> None:
+    raise error
+
+
+def searched_at_once(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler, staleness: int = 0) -> Planning:
+    """With searches that are over when they have begun."""
+
+    class Inline:
+        def __init__(self, name: str) -> None:
+            pass
+
+        def submit(self, work: Any, then: Any) -> None:
+            work()
+            then()
+
+    monkeypatch.setattr("lightning_roundpipe.pipeline.planning.WorkThread", Inline)
+    return Planning(scheduler, staleness, no_failure)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_search(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Noted("roundpipe", 2)
+    planning = searched_at_once(monkeypatch, scheduler, staleness)
+    assert planning.take(CALLS) is None
+    planning.consider(CALLS, FORWARD, BACKWARD, 5)
+    assert scheduler.searched == [(FORWARD, BACKWARD, 5, staleness)]
+    found = planning.take(CALLS)
+    assert found is not None and found.calls == CALLS
+    assert (found.partition, found.lanes) == Scheduler("roundpipe", 2).plan(FORWARD, BACKWARD, 5, staleness)
+    assert planning.take(CALLS) is None, "a plan is given once"
+
+
+def test_searched_again_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduler = Noted("roundpipe", 2)
+    planning = searched_at_once(monkeypatch, scheduler)
+    known: tuple[Any, ...] = CALLS, FORWARD, BACKWARD, 5
+    for changed, again in (
+        (known, True),
+        (known, False),
+        ((CALLS, [1.05 * cost for cost in FORWARD], BACKWARD, 5), False),  # nearly the same costs
+        ((CALLS, [2 * cost for cost in FORWARD], BACKWARD, 5), True),
+        (known, True),
+        ((CALLS, FORWARD, [3.0, 3.0, 9.0, 6.0], 5), True),
+        (known, True),
+        ((CALLS, FORWARD, BACKWARD, 4), True),  # the number of microbatches
+        (((0, 1, 2, 2), FORWARD, BACKWARD, 4), True),  # the order of calls
+        (((0, 1, 2), FORWARD[:3], BACKWARD[:3], 4), True),
+        (((0, 1, 2), FORWARD[:3], BACKWARD[:3], 4), False),
+    ):
+        before = len(scheduler.searched)
+        planning.consider(*changed)
+        assert len(scheduler.searched) - before == again, changed
+
+
+def test_slow_drift_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs are compared with those of the last search, not with those of the batch before."""
+    scheduler = Noted("roundpipe", 2)
+    planning = searched_at_once(monkeypatch, scheduler)
+    for percent in range(30):
+        planning.consider(CALLS, [cost * (1 + percent / 25) for cost in FORWARD], BACKWARD, 5)
+    assert 1 < len(scheduler.searched) < 5
+
+
+def test_a_plan_for_calls_that_are_no_longer_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    planning = searched_at_once(monkeypatch, Noted("roundpipe", 2))
+    planning.consider(CALLS, FORWARD, BACKWARD, 5)
+    assert planning.take((0, 1, 3, 2)) is None
+
+
+def test_nothing_to_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    for scheduler, costs in ((Noted("gpipe", 2), FORWARD), (Noted("roundpipe", 2), [0.0] * 4)):
+        searched_at_once(monkeypatch, scheduler).consider(CALLS, costs, [3 * cost for cost in costs], 5)
+        assert not scheduler.searched
+
+
+def test_batches_do_not_wait_for_a_search() -> None:
+    class Slow(Noted):
+        def plan(self, *args: Any) -> tuple[Partition, int]:
+            begun.set()
+            assert go_on.wait(30)
+            return super().plan(*args)
+
+    begun, go_on = threading.Event(), threading.Event()
+    scheduler = Slow("roundpipe", 2)
+    planning = Planning(scheduler, 0, no_failure)
+    planning.consider(CALLS, FORWARD, BACKWARD, 5)
+    assert begun.wait(30)
+    assert planning.take(CALLS) is None
+    planning.consider(CALLS, [9.0] * 4, BACKWARD, 5)  # not before the one under way is over
+    go_on.set()
+    planning.close()
+    assert len(scheduler.searched) == 1
+    assert planning.take(CALLS) is not None
+
+
+# --- the costs that it is given
+
+
+def test_costs_are_a_moving_average() -> None:
+    costs = Costs()
+    for seconds in (1.0, 2.0, 6.0):
+        costs.add(seconds)
+    assert costs.mean == pytest.approx(3.0)
+    for _ in range(1000):
+        costs.add(10.0)
+    assert costs.mean == pytest.approx(10.0, rel=1e-6), "what was long ago is forgotten"
+
+
+def test_the_first_batch_is_not_measured() -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(2)])
+    steps = [partial(lambda x: model(x).mean(), torch.ones(1, 3)) for _ in range(3)]
+    for batch in range(3):
+        pipeline.start_batch(steps, [1 / 3] * 3, lambda: 1.0)
+        pipeline.wait_backward()
+        costs = (*pipeline.forward_costs, *pipeline.backward_costs)
+        assert sum(each.calls for each in costs) == batch * 3 * (4 + 4)
+    pipeline.close()
