@@ -101,13 +101,15 @@ class Model(nn.Module):
 class Given(Scheduler):
     """Plans by the times that are known, not by those that are measured."""
 
+    can_be_planned = False
+
     def partition(self, forward_costs: Any, backward_costs: Any, *, fused: bool = True) -> Any:
         calls = len(forward_costs)
         return super().partition([1.0] * calls, [3.0] * calls, fused=fused)
 
-    def schedule(self, partition: Any, microbatches: int, *, deferred: bool = False) -> Schedule:
+    def schedule(self, partition: Any, microbatches: int, **more: Any) -> Schedule:
         self._next_device = 0  # each batch by itself
-        return super().schedule(partition, microbatches, deferred=deferred)
+        return super().schedule(partition, microbatches, **more)
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -10,6 +11,7 @@ from lightning_roundpipe.compare import NAMES, Outcome, bound_memory, compare, o
 from lightning_roundpipe.machine import GB, GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
+from lightning_roundpipe.schedules.planner import Memory
 from lightning_roundpipe.tracing import LayerCall, build, load, trace
 
 
@@ -72,7 +74,7 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
     console.print(_layer_table(calls, costs, precision))
     planned = [outcome for outcome in outcomes if outcome.name.startswith("roundpipe")]
     for outcome in planned:
-        _say_what_fits(outcome, machine, memory.needed, (parameters, trainable), calls, precision, options, console)
+        _say_what_fits(outcome, machine, memory, (parameters, trainable), calls, precision, options, console)
     console.print(outcome_table(outcomes, "s"))
     console.print("A schedule that binds stages keeps their parameters on its devices:", highlight=False)
     for outcome in outcomes:
@@ -80,7 +82,7 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
             need, room = bound_memory(outcome, memory, [call.input_bytes for call in calls]) / GB, memory.limit / GB
             verdict = "fits" if need <= room else "does not fit"
             console.print(f"  {outcome.name}: about {need:,.1f} of {room:.1f} GB, {verdict}", highlight=False)
-    _explain(outcomes, console)
+    _explain([outcome for outcome in outcomes if outcome not in planned], console)
     _save(costs, outcomes, options, console)
 
 
@@ -106,10 +108,10 @@ def _machine(options: argparse.Namespace) -> Machine:
 
 def _layer_table(calls: Sequence[LayerCall], costs: Costs, precision: Precision) -> Table:
     """Layers of one kind and size in one row."""
-    table = Table(title="Layers")
+    table = Table(title="Layers", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("layers", "class"):
         table.add_column(title, overflow="fold")
-    for title in ("calls", "weights GB", "saved GB", "F ms", "B ms", "upload ms"):
+    for title in ("calls", "weights\nGB", "saved\nGB", "F\nms", "B\nms", "upload\nms"):
         table.add_column(title, justify="right", no_wrap=True)
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, call in enumerate(calls):
@@ -134,24 +136,24 @@ def _layer_table(calls: Sequence[LayerCall], costs: Costs, precision: Precision)
 def _say_what_fits(
     outcome: Outcome,
     machine: Machine,
-    needed: object,
+    memory: Memory,
     sizes: tuple[int, int],
     calls: Sequence[LayerCall],
     precision: Precision,
     options: argparse.Namespace,
     console: Console,
 ) -> None:
-    assert callable(needed) and outcome.partition is not None
     staleness = int(outcome.name == "roundpipe_async")
-    device = needed(outcome.partition) / GB
-    room = 0.9 * machine.gpu.memory
+    largest, alone = memory.alone()
+    device = (alone if outcome.partition is None else memory.needed(outcome.partition)) / GB
+    room = memory.limit / GB
     states, inputs = (
         size / GB for size in host_bytes(*sizes, calls, precision, options.microbatches, staleness)
     )  # fmt: skip
     host = states + inputs
     reasons = []
     if device > room:
-        reasons.append(f"one layer per stage needs {device:.1f} GB of a device, which has {room:.1f}")
+        reasons.append(f"layer {calls[largest].layer} alone needs {device:.1f} GB of a device, which has {room:.1f}")
     if host > machine.host_memory:
         reasons.append(f"it needs {host:,.0f} GB of host memory, and there are {machine.host_memory:,.0f}")
     verdict = "fits" if not reasons else "does not fit: " + "; ".join(reasons)
@@ -159,12 +161,16 @@ def _say_what_fits(
     console.print(
         f"  device {device:.1f} of {room:.1f} GB (a tenth of {machine.gpu.memory:g} left free), "
         f"host {host:,.0f} of {machine.host_memory:,.0f} GB: {states:,.0f} parameters, gradients and optimizer, "
-        f"{inputs:,.0f} inputs kept for recomputing\n"
-        f"  stages, in layers: forward {_sizes(outcome.partition.forward)}; "
-        f"backward {'fused ' if outcome.partition.fused else ''}{_sizes(outcome.partition.backward)}"
-        + (f"; {outcome.lanes} lanes" if outcome.lanes > 1 else ""),
+        f"{inputs:,.0f} inputs kept for recomputing",
         highlight=False,
     )
+    if outcome.partition is not None:
+        console.print(
+            f"  stages, in layers: forward {_sizes(outcome.partition.forward)}; "
+            f"backward {'fused ' if outcome.partition.fused else ''}{_sizes(outcome.partition.backward)}"
+            + (f"; {outcome.lanes} lanes" if outcome.lanes > 1 else ""),
+            highlight=False,
+        )
 
 
 def _sizes(stages: Sequence[range]) -> str:

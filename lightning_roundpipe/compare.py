@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
@@ -53,7 +54,11 @@ def compare(
     for name in names:
         if name in ("roundpipe", "roundpipe_async"):
             staleness = int(name == "roundpipe_async")
-            found = plan(costs, microbatches, devices, staleness=staleness, lanes=lanes, memory=memory)
+            try:
+                found = plan(costs, microbatches, devices, staleness=staleness, lanes=lanes, memory=memory)
+            except ValueError as error:
+                made.append(Outcome(name, refusal=str(error)))
+                continue
             count = batches or (3 * devices + 3 if staleness else 4)
             schedules = batches_of(found.partition, microbatches, devices, count, found.lanes)
             simulation = simulate(schedules, found.partition, costs, staleness=staleness)
@@ -109,10 +114,13 @@ def outcome_table(outcomes: Sequence[Outcome], unit: str = "") -> Table:
     """The outcomes for a terminal: step time and where the devices' time goes, in steady state."""
     table = Table(
         title=f"Step time{unit and f' in {unit}'} and where the devices' time goes, in %",
-        caption="busy: recompute included; useful: forward and backward only; live: microbatches on a device",
+        caption="busy: recompute included; useful: forward and backward only; upload, optimizer: waiting for them; "
+        "live: microbatches on a device",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("schedule", no_wrap=True)
-    for title in ("stages", "step", "busy", "bubble", "upload", "optimizer", "useful", "live"):
+    for title in ("stages", "step", "busy", "bubble", "upload", "opti-\nmizer", "useful", "live"):
         table.add_column(title, justify="right", no_wrap=True)
     for outcome in outcomes:
         if outcome.simulation is None or outcome.partition is None:
