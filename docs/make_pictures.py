@@ -83,7 +83,7 @@ def lanes() -> None:
 
 def commands() -> None:
     """What the commands print."""
-    os.environ["COLUMNS"] = "120"
+    os.environ["COLUMNS"] = "80"
     for name, command in {
         "simulate": "simulate --layers 32 --devices 8 --microbatches 16",
         "plan_llama_8b": f"plan --model examples.model_configs:llama_8b {LARGE}",

@@ -82,7 +82,7 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
             need, room = bound_memory(outcome, memory, [call.input_bytes for call in calls]) / GB, memory.limit / GB
             verdict = "fits" if need <= room else "does not fit"
             console.print(f"  {outcome.name}: about {need:,.1f} of {room:.1f} GB, {verdict}", highlight=False)
-    _explain([outcome for outcome in outcomes if outcome not in planned], console)
+    _explain(outcomes, console)
     _save(costs, outcomes, options, console)
 
 
@@ -143,17 +143,18 @@ def _say_what_fits(
     options: argparse.Namespace,
     console: Console,
 ) -> None:
+    assert outcome.partition is not None
     staleness = int(outcome.name == "roundpipe_async")
-    largest, alone = memory.alone()
-    device = (alone if outcome.partition is None else memory.needed(outcome.partition)) / GB
-    room = memory.limit / GB
+    device, room = memory.needed(outcome.partition) / GB, memory.limit / GB
     states, inputs = (
         size / GB for size in host_bytes(*sizes, calls, precision, options.microbatches, staleness)
     )  # fmt: skip
     host = states + inputs
     reasons = []
     if device > room:
-        reasons.append(f"layer {calls[largest].layer} alone needs {device:.1f} GB of a device, which has {room:.1f}")
+        reasons.append(
+            f"layer {calls[memory.alone()[0]].layer} alone needs {device:.1f} GB of a device, which has {room:.1f}"
+        )
     if host > machine.host_memory:
         reasons.append(f"it needs {host:,.0f} GB of host memory, and there are {machine.host_memory:,.0f}")
     verdict = "fits" if not reasons else "does not fit: " + "; ".join(reasons)
@@ -161,16 +162,12 @@ def _say_what_fits(
     console.print(
         f"  device {device:.1f} of {room:.1f} GB (a tenth of {machine.gpu.memory:g} left free), "
         f"host {host:,.0f} of {machine.host_memory:,.0f} GB: {states:,.0f} parameters, gradients and optimizer, "
-        f"{inputs:,.0f} inputs kept for recomputing",
+        f"{inputs:,.0f} inputs kept for recomputing\n"
+        f"  stages, in layers: forward {_sizes(outcome.partition.forward)}; "
+        f"backward {'fused ' if outcome.partition.fused else ''}{_sizes(outcome.partition.backward)}"
+        + (f"; {outcome.lanes} lanes" if outcome.lanes > 1 else ""),
         highlight=False,
     )
-    if outcome.partition is not None:
-        console.print(
-            f"  stages, in layers: forward {_sizes(outcome.partition.forward)}; "
-            f"backward {'fused ' if outcome.partition.fused else ''}{_sizes(outcome.partition.backward)}"
-            + (f"; {outcome.lanes} lanes" if outcome.lanes > 1 else ""),
-            highlight=False,
-        )
 
 
 def _sizes(stages: Sequence[range]) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.named import BOUND, bound_schedule
 from lightning_roundpipe.schedules.partition import Cost, Partition
-from lightning_roundpipe.schedules.planner import Memory, plan
+from lightning_roundpipe.schedules.planner import Memory, finest, plan
 from lightning_roundpipe.schedules.simulate import Simulation, batches_of, simulate
 
 NAMES = ("roundpipe", "roundpipe_async", *BOUND)
@@ -47,22 +47,23 @@ def compare(
         devices: Number of devices.
         names: Of the schedules.
         lanes: RoundPipe's lanes; ``None``: the best number of them.
-        memory: What RoundPipe's stages must fit into.
+        memory: What RoundPipe's stages must fit into. If a single layer does not, one layer per stage is simulated all
+            the same.
         batches: How many batches; ``None``: as many as show the steady state.
     """
     made = []
     for name in names:
         if name in ("roundpipe", "roundpipe_async"):
             staleness = int(name == "roundpipe_async")
-            try:
+            if memory is not None and memory.alone()[1] > memory.limit:
+                partition, used = finest(len(costs.forward)), lanes or 1
+            else:
                 found = plan(costs, microbatches, devices, staleness=staleness, lanes=lanes, memory=memory)
-            except ValueError as error:
-                made.append(Outcome(name, refusal=str(error)))
-                continue
+                partition, used = found.partition, found.lanes
             count = batches or (3 * devices + 3 if staleness else 4)
-            schedules = batches_of(found.partition, microbatches, devices, count, found.lanes)
-            simulation = simulate(schedules, found.partition, costs, staleness=staleness)
-            made.append(Outcome(name, found.lanes, found.partition, simulation))
+            schedules = batches_of(partition, microbatches, devices, count, used)
+            simulation = simulate(schedules, partition, costs, staleness=staleness)
+            made.append(Outcome(name, used, partition, simulation))
             continue
         try:
             partition, schedule = bound_schedule(

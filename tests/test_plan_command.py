@@ -206,7 +206,7 @@ def test_plan_says_why_something_does_not_fit(capsys: pytest.CaptureFixture[str]
     out = " ".join(capsys.readouterr().out.split())
     assert "roundpipe: does not fit: layer blocks.0 alone needs 0.0 GB of a device, which has 0.0; it needs" in out
     assert "of host memory, and there are 0" in out
-    assert "roundpipe_async - - -" in out
+    assert "roundpipe_async 5+6" in out, "what it would take all the same"
 
 
 def test_tables_are_eighty_columns_wide(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

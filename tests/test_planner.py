@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.schedules import Partition, balance
 from lightning_roundpipe.schedules.costs import Costs
-from lightning_roundpipe.schedules.planner import Memory, Plan, plan
+from lightning_roundpipe.schedules.planner import Memory, Plan, finest, plan
 from lightning_roundpipe.schedules.recurrence import time_per_batch
 from lightning_roundpipe.schedules.simulate import batches_of, simulate
 
@@ -25,10 +25,6 @@ def cut(forward: list[int], backward: list[int]) -> Partition:
         tuple(range(stop - size, stop) for stop, size in zip(stops, backward, strict=True)),
         True,
     )
-
-
-def finest(layers: int) -> Partition:
-    return cut([1] * (layers - 1), [1] * layers)
 
 
 @st.composite

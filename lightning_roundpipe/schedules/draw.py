@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 
 from lightning_roundpipe.schedules.simulate import Simulation
 
@@ -14,8 +15,8 @@ WORDS = {"F": "forward", "FB": "fused forward and backward", "B": "backward", "W
 def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: float | None = None) -> None:
     """Saves the timelines of simulations, one below the other on one time axis.
 
-    Each line is a device. Actions carry the number of their microbatch where there is room, and every other batch is
-    darker.
+    Each line is a device. Actions carry the number of their microbatch where there is room for any, and every other
+    batch is darker.
 
     Args:
         simulations: The simulations, by title.
@@ -45,6 +46,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
         count = len(simulation.devices)
         ax.set_facecolor(PAGE)
         ax.broken_barh([(0, end)], (-0.42, count - 0.16), facecolors=IDLE)
+        digits = len(str(max((span.action.microbatch for span in simulation.actions), default=0)))
         bars: dict[tuple[str, int], list[tuple[float, float]]] = {}  # those of one colour on one device
         for span in simulation.actions:
             start, stop = float(span.start), min(float(span.end), end)
@@ -54,13 +56,13 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
             bars.setdefault((_shade(COLOURS[span.action.kind], span.batch), span.device), []).append(
                 (start, stop - start)
             )
-            if stop - start > 0.007 * end * len(str(span.action.microbatch)):
+            if stop - start > 0.007 * end * digits:
                 ax.text(
                     (start + stop) / 2, span.device, str(span.action.microbatch),
                     ha="center", va="center_baseline", fontsize=6.5, color=INK,
                 )  # fmt: skip
         for (colour, device), spans in bars.items():
-            narrow = min(length for _, length in spans) < 0.004 * end
+            narrow = median(length for _, length in spans) < 0.004 * end
             ax.broken_barh(
                 spans, (device - 0.42, 0.84), facecolors=colour, edgecolors=PAGE, linewidth=0.1 if narrow else 0.4
             )

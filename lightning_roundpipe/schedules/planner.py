@@ -110,6 +110,12 @@ def plan(
     return min(searches, key=lambda search: search.leaders()[0].time).improve(BUDGET // 2)
 
 
+def finest(calls: int, fused: bool = True) -> Partition:
+    """One call per stage."""
+    one_each = tuple(range(call, call + 1) for call in range(calls))
+    return Partition(one_each[:-1] if fused else one_each, one_each[::-1], fused)
+
+
 @dataclass
 class _Search:
     costs: Costs
@@ -132,8 +138,8 @@ class _Search:
     def look_around(self, budget: int) -> None:
         """Times one layer per stage, and the most promising of the others."""
         self.budget = budget
-        finest = _finest(len(self.costs.forward), self.fused)
-        best = Plan(finest, self.lanes, self._time(finest))
+        one_each = finest(len(self.costs.forward), self.fused)
+        best = Plan(one_each, self.lanes, self._time(one_each))
         for partition in self._starts():
             if self.budget <= 0:
                 break
@@ -242,11 +248,6 @@ class _Search:
         if self.fused and calls:
             backward.insert(0, range(low, calls))
         return Partition(tuple(forward), tuple(backward), self.fused)
-
-
-def _finest(calls: int, fused: bool) -> Partition:
-    one_each = tuple(range(call, call + 1) for call in range(calls))
-    return Partition(one_each[:-1] if fused else one_each, one_each[::-1], fused)
 
 
 def _fill(costs: Sequence[Cost], start: int, stop: int, limit: Cost, front: bool) -> list[range]:
