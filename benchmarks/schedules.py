@@ -165,7 +165,7 @@ def main() -> None:
         caption=f"busy: share of the devices' time; target: the two within {100 * TARGET:.0f} points",
     )
     for title in ("schedule", "busy, measured", "simulated", "difference", "s per batch, measured", "simulated"):
-        table.add_column(title, justify="left" if title == "schedule" else "right")
+        table.add_column(title, justify="left" if title == "schedule" else "right", no_wrap=title == "schedule")
     for row in rows:
         difference = row["measured_busy"] - row["simulated_busy"]
         table.add_row(

@@ -447,14 +447,14 @@ def test_an_error_in_a_weight_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- what devices hold
 
 
-@pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize(("schedule", "lanes"), [*((name, 1) for name in NAMES), ("roundpipe", 2)])
 @pytest.mark.parametrize(("devices", "m"), [(2, 4), (4, 8), (4, 9)])
-def test_peaks_are_those_of_the_simulation(schedule: str, devices: int, m: int) -> None:
+def test_peaks_are_those_of_the_simulation(schedule: str, lanes: int, devices: int, m: int) -> None:
     """Live microbatches and parameters per device: counted while it ran, and computed before."""
     if schedule == "dualpipe" and m % 2:
         m += 1
     model = Row()
-    pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(devices)], scheduler=Scheduler(schedule, devices))
+    pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(devices)], scheduler=Scheduler(schedule, devices, lanes))
     steps = [partial(model.loss, torch.full((1, 2), float(i))) for i in range(m)]
     pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
     assert pipeline.plan is not None
@@ -463,7 +463,7 @@ def test_peaks_are_those_of_the_simulation(schedule: str, devices: int, m: int) 
     pipeline.wait_backward()
     pipeline.close()
     sizes = [model.net[index].weight.numel() for index in calls]
-    made = Scheduler(schedule, devices).schedule(partition, m)
+    made = Scheduler(schedule, devices, lanes).schedule(partition, m, lanes=lanes)
     simulation = simulate(made, partition, Costs((1,) * len(calls), (2,) * len(calls), parameters=sizes))
     assert tuple(peaks.live for peaks in pipeline.peaks) == simulation.peak_live
     assert tuple(peaks.parameters for peaks in pipeline.peaks) == simulation.peak_parameters
