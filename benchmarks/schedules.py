@@ -119,7 +119,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     scheduler = Given(name, options.devices)  # type: ignore[arg-type]
     pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(options.devices)], scheduler=scheduler)
     steps = [partial(model.loss, torch.ones(1, 1)) for _ in range(m)]
-    pipeline.start_batch(steps[:1], [1.0], lambda: 1.0)  # shows what the layers are like
+    pipeline.start_batch(steps[:2], [0.5] * 2, lambda: 1.0)  # runs serially, to show what the layers are like
     pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
     pipeline.wait_backward()
     shares, seconds_taken = [], []

@@ -241,7 +241,7 @@ def test_plan_of_large_models_on_eight_consumer_gpus(model: str) -> None:
     )
     arguments = f"plan --model examples.model_configs:{model} --batch examples.model_configs:tokens"
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", code, *arguments.split()], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
     assert "roundpipe: fits" in done.stdout or "of host memory" in done.stdout
