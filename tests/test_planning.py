@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 from lightning_roundpipe.devices import CpuDevice
-from lightning_roundpipe.pipeline.plan import Costs
+from lightning_roundpipe.pipeline.measuring import Costs, Measured
+from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.schedules import Partition, Scheduler
+from lightning_roundpipe.schedules.partition import balance
 
 CALLS, FORWARD, BACKWARD = (0, 1, 2, 3), [1.0, 1.0, 1.0, 2.0], [3.0, 3.0, 3.0, 6.0]
 
@@ -35,7 +38,30 @@ def no_failure(error: BaseException) -> None:
     raise error
 
 
-def searched_at_once(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler, staleness: int = 0) -> Planning:
+class Asked:
+    """A planning that is told of batches with these costs."""
+
+    def __init__(self, scheduler: Scheduler, staleness: int = 0) -> None:
+        self.measured = Measured(4, 2)
+        self.planning = Planning(scheduler, self.measured, staleness, no_failure)
+
+    def consider(self, calls: tuple[int, ...], forward: list[float], backward: list[float], microbatches: int) -> None:
+        """After a batch that made these calls, at these costs each, as it was planned."""
+        self.measured.costs_of = lambda _: (forward, backward)  # type: ignore[method-assign]
+        self.planning.plan = Plan.make(calls, balance([1.0] * len(calls), [3.0] * len(calls), fused=True), 1)
+        batch: Any = SimpleNamespace(
+            plan=self.planning.plan, records=False, deferred=False, number=5, microbatches=microbatches
+        )
+        self.planning.follow(batch, [calls] * microbatches)
+
+    def take(self, calls: tuple[int, ...]) -> Plan | None:
+        """What has been found for the next batch."""
+        before = self.planning.plan = Plan.make(calls, balance([1.0] * len(calls), [3.0] * len(calls), fused=True), 1)
+        plan = self.planning.next(deferred=False)
+        return None if plan is before else plan
+
+
+def searched_at_once(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler, staleness: int = 0) -> Asked:
     """With searches that are over when they have begun."""
 
     class Inline:
@@ -47,7 +73,7 @@ def searched_at_once(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler, stal
             then()
 
     monkeypatch.setattr("lightning_roundpipe.pipeline.planning.WorkThread", Inline)
-    return Planning(scheduler, staleness, no_failure)
+    return Asked(scheduler, staleness)
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -115,13 +141,13 @@ def test_batches_do_not_wait_for_a_search() -> None:
 
     begun, go_on = threading.Event(), threading.Event()
     scheduler = Slow("roundpipe", 2)
-    planning = Planning(scheduler, 0, no_failure)
+    planning = Asked(scheduler)
     planning.consider(CALLS, FORWARD, BACKWARD, 5)
     assert begun.wait(30)
     assert planning.take(CALLS) is None
     planning.consider(CALLS, [9.0] * 4, BACKWARD, 5)  # not before the one under way is over
     go_on.set()
-    planning.close()
+    planning.planning.close()
     assert len(scheduler.searched) == 1
     assert planning.take(CALLS) is not None
 
@@ -146,6 +172,6 @@ def test_the_first_batch_is_not_measured() -> None:
     for batch in range(3):
         pipeline.start_batch(steps, [1 / 3] * 3, lambda: 1.0)
         pipeline.wait_backward()
-        costs = (*pipeline.forward_costs, *pipeline.backward_costs)
+        costs = (*pipeline.measured.forward, *pipeline.measured.backward)
         assert sum(each.calls for each in costs) == batch * 3 * (4 + 4)
     pipeline.close()
