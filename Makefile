@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test quick lint format pictures clean
+.PHONY: help setup demo test quick lint format bench pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -39,6 +39,9 @@ lint: $(READY)  ## check style and types
 format: $(READY)  ## bring the code into the style that lint checks
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+bench: $(READY)  ## measure speed and memory against their targets (ARGS="overhead memory" for some)
+	$(BIN)/python benchmarks/run.py $(ARGS)
 
 pictures: $(READY)  ## make docs/pictures: timelines, and what the commands print
 	PYTHONPATH=. $(BIN)/python docs/make_pictures.py

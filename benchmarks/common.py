@@ -1,6 +1,6 @@
 """What the benchmarks share: a GPT, Lightning without its trimmings, alternating rounds, and rows for the table.
 
-Each benchmark has a function ``measure() -> list[Row]``; ``run.py`` calls them all.
+Each benchmark is a module with a function ``measure() -> list[Row]``; ``run.py`` runs them all.
 """
 
 import json
@@ -45,6 +45,18 @@ class Row:
             return True
         return self.measured <= self.target if self.at_most else self.measured >= self.target
 
+    @property
+    def bar(self) -> str:
+        return "" if self.target is None else f"{'at most' if self.at_most else 'at least'} {self.target:g}"
+
+    @property
+    def shown(self) -> str:
+        return f"{self.measured:.3g} {self.unit}".strip()
+
+    @property
+    def verdict(self) -> str:
+        return "" if self.target is None else "holds" if self.holds else "MISSED"
+
 
 def show(title: str, rows: Sequence[Row], file: str | None = None) -> None:
     """Prints the rows as a table, and writes them as JSON."""
@@ -52,9 +64,7 @@ def show(title: str, rows: Sequence[Row], file: str | None = None) -> None:
     for name in ("what", "target", "measured", "compared with", ""):
         table.add_column(name, justify="right" if name in ("target", "measured") else "left")
     for row in rows:
-        target = "" if row.target is None else f"{'at most' if row.at_most else 'at least'} {row.target:g}"
-        verdict = "" if row.target is None else "holds" if row.holds else "MISSED"
-        table.add_row(row.what, target, f"{row.measured:.3g} {row.unit}".strip(), row.peer, verdict)
+        table.add_row(row.what, row.bar, row.shown, row.peer, row.verdict)
     Console().print(table)
     if file is not None:
         RESULTS.mkdir(exist_ok=True)

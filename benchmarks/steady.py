@@ -1,4 +1,4 @@
-"""Does a step cost the same at the end as at the beginning? Prints what is aimed at and what was measured.
+"""Does a step cost the same at the end as at the beginning, and do step and computation go on side by side?
 
     python benchmarks/steady.py [--steps 100] [--width 1024] [--layers 4] [--devices 2]
 
@@ -8,24 +8,17 @@ with an optimizer step that takes as long as a batch's computation, but hardly a
 
 import argparse
 import gc
-import logging
 import statistics
 import threading
 import time
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import Batches, Row, quiet, show, train
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
-
-FIRST = 3
-"""Batches that are not counted: whatever happens for the first time is slow."""
 
 
 class Layers(L.LightningModule):
@@ -52,72 +45,54 @@ class SlowAdam(torch.optim.Adam):
         return result
 
 
-class Batches:
-    """Notes when each batch is asked for, and how many threads there are then. (A hook of the module's that did would
-    keep the optimizer from stepping in the background.)
-    """
+def measure(
+    steps: int = 100, width: int = 1024, layers: int = 4, devices: int = 2, microbatches: int = 2, batch: int = 64
+) -> list[Row]:
+    torch.set_num_threads(1)
 
-    def __init__(self, batch: Tensor, count: int) -> None:
-        self.batch, self.count = batch, count
-        self.times: list[float] = []
-        self.threads: list[int] = []
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for number in range(self.count):
-            if number >= FIRST:
-                self.times.append(time.perf_counter())
-                self.threads.append(threading.active_count())
-            yield self.batch
-
-    def seconds(self) -> list[float]:
-        """From step to step."""
-        return [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
-
-
-def train(options: argparse.Namespace, strategy: Any, devices: int = 1) -> Batches:
-    torch.manual_seed(0)
-    gc.collect()
-    batches = Batches(torch.randn(options.batch, options.width), options.steps + FIRST)
-    trainer = L.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=devices,
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(Layers(options.layers, options.width), batches)
-    return batches
-
-
-def measure(options: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Rows of what, target, measured."""
+    def run(strategy: Any, devices: int) -> Batches:
+        torch.manual_seed(0)
+        gc.collect()
+        batches = Batches(torch.randn(batch, width), steps, threading.active_count)
+        train(Layers(layers, width), batches, strategy, devices)
+        return batches
 
     def ours(staleness: int = 0) -> Batches:
-        strategy = RoundPipeStrategy(microbatches=options.microbatches, staleness=staleness, split="step")
-        return train(options, strategy, options.devices)
+        return run(RoundPipeStrategy(microbatches=microbatches, staleness=staleness, split="step"), devices)
 
     SlowAdam.seconds = 0.0
-    plain, steady = train(options, "auto").seconds(), ours()
-    seconds, count = steady.seconds(), options.steps
-    early = statistics.median(seconds[count // 10 : 3 * count // 10])
-    late = statistics.median(seconds[4 * count // 5 :])
-    tenth = min(10, count - 1)
+    plain, steady = run("auto", 1).seconds(), ours()
+    seconds = steady.seconds()
+    early = statistics.median(seconds[steps // 10 : 3 * steps // 10])
+    late = statistics.median(seconds[4 * steps // 5 :])
+    tenth = min(10, steps - 1)
     SlowAdam.seconds = statistics.median(seconds)
     behind, at_once = (statistics.median(ours(staleness).seconds()) for staleness in (1, 0))
+    by = f"a step {1000 * SlowAdam.seconds:.1f} ms"
     return [
-        ("a step, plain Lightning", "", f"{1000 * statistics.median(plain):.1f} ms"),
-        ("a step", "", f"{1000 * SlowAdam.seconds:.1f} ms"),
-        ("the last fifth of the steps, by those from a tenth to three tenths", "at most 1.2", f"{late / early:.2f}"),
-        ("all steps, by plain Lightning's", "at most 3", f"{sum(seconds) / sum(plain):.2f}"),
-        ("new threads after ten steps", "0", str(max(steady.threads[tenth:]) - steady.threads[tenth])),
-        ("a step with an optimizer step as long, staleness 1", "below 1.3", f"{behind / SlowAdam.seconds:.2f}"),
-        ("a step with an optimizer step as long, staleness 0", "", f"{at_once / SlowAdam.seconds:.2f}"),
+        Row(
+            "the last fifth of the steps, by those from a tenth to three tenths",
+            late / early,
+            target=1.2,
+            at_most=True,
+            peer=f"{1000 * late:.1f} ms by {1000 * early:.1f} ms",
+        ),
+        Row(
+            "all steps, by plain Lightning's",
+            sum(seconds) / sum(plain),
+            target=3,
+            at_most=True,
+            peer=f"plain Lightning {1000 * statistics.median(plain):.1f} ms a step",
+        ),
+        Row("new threads after ten steps", max(steady.notes[tenth:]) - steady.notes[tenth], target=0, at_most=True),
+        Row(
+            "a batch with a step as long as its computation, staleness 1",
+            behind / SlowAdam.seconds,
+            target=1.3,
+            at_most=True,
+            peer=by,
+        ),
+        Row("a batch with a step as long as its computation, staleness 0", at_once / SlowAdam.seconds, peer=by),
     ]
 
 
@@ -126,16 +101,10 @@ def main() -> None:
     defaults = {"steps": 100, "width": 1024, "layers": 4, "devices": 2, "microbatches": 2, "batch": 64}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
-    options = parser.parse_args()
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.simplefilter("ignore")
-    title = f"{options.steps} steps of {options.layers} layers of width {options.width}, batches of {options.batch}"
-    table = Table(title=title)
-    for column in ("what", "target", "measured"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for row in measure(options):
-        table.add_row(*row)
-    Console().print(table)
+    options = vars(parser.parse_args())
+    quiet()
+    title = f"{options['steps']} steps of {options['layers']} layers of width {options['width']}"
+    show(title, measure(**options), "steady.json")
 
 
 if __name__ == "__main__":

@@ -36,3 +36,32 @@ def test_overhead(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MODELS", ((2, 64, 8, 0.0),))
     (row,) = module.measure(rounds=1, steps=2)
     assert row.holds and row.measured > 0
+
+
+def test_optimizer(benchmark: Any) -> None:
+    rows = benchmark("optimizer").measure(rounds=1, layers=2, width=8, steps=2)
+    assert len(rows) == 3 and all(row.measured > 0 for row in rows[:2])
+
+
+def test_steady(benchmark: Any) -> None:
+    rows = benchmark("steady").measure(steps=10, width=8, layers=2)
+    assert [row.measured for row in rows if row.what.startswith("new threads")] == [0]
+
+
+def test_memory(benchmark: Any) -> None:
+    found = benchmark("memory").run(layers=2, width=8, batches=10)
+    assert found["parameters"] == 2 * found["layer"] == 2 * (2 * 8 * 32 + 32 + 8)
+    assert len(found["resident"]) == 10 and len(found["objects"]) == 2
+
+
+def test_tables(benchmark: Any) -> None:
+    row = benchmark("common").Row
+    run = benchmark("run")
+    rows = [row("speed", 0.5, target=0.9, peer="a loop"), row("growth", 3, "MiB", target=4, at_most=True), row("x", 1)]
+    assert [each.holds for each in rows] == [False, True, True]
+    assert run.markdown(rows).splitlines()[2:] == [
+        "| speed | at least 0.9 | 0.5 | a loop | MISSED |",
+        "| growth | at most 4 | 3 MiB |  | holds |",
+        "| x |  | 1 |  |  |",
+    ]
+    assert "torch" in run.machine()
