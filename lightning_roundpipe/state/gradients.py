@@ -58,7 +58,9 @@ class _Memory:
 
 
 class _Sum:
-    """The gradients of one unit, summed over batches, in the masters' precision; see :meth:`round`."""
+    """The gradients of one unit, summed over batches. A sum of several is in the master's precision, until it is
+    rounded; what is alone stays as it came.
+    """
 
     def __init__(self, unit: Unit, memory: _Memory) -> None:
         self.unit = unit
@@ -78,7 +80,9 @@ class _Sum:
         elif gradient.is_sparse:
             self.gradients[index] = gradient.to(parameter.dtype)
         else:
-            self.gradients[index] = self._memory.take(parameter, parameter.dtype).copy_(gradient)
+            half = gradient.dtype in (torch.bfloat16, torch.float16)
+            dtype = gradient.dtype if half else parameter.dtype
+            self.gradients[index] = self._memory.take(parameter, dtype).copy_(gradient)
 
     def full(self, index: int) -> Tensor | None:
         """The sum in the master's precision."""
