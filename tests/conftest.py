@@ -1,5 +1,6 @@
 """What holds for every test: one thread per operation, fixed seeds, quiet Lightning, and no thread left behind."""
 
+import gc
 import logging
 import signal
 import threading
@@ -12,6 +13,12 @@ import torch
 torch.set_num_threads(1)
 # A shell lets what it starts in the background ignore Ctrl-C, and Python would go on to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """All that has been imported is not looked through again in every garbage collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
