@@ -72,8 +72,9 @@ def show(title: str, rows: Sequence[Row], file: str | None = None) -> None:
 
 
 def quiet() -> None:
-    """No word of Lightning's about hardware and checkpoints."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    """No word of Lightning's about hardware, processes and checkpoints."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
 
 
