@@ -61,6 +61,7 @@ class Lap:
     """Per batch."""
     losses: list[float]
     """Of each batch, as far as this process has it. Empty: it has none."""
+    remark: str = ""
 
 
 class Turns:
@@ -71,17 +72,25 @@ class Turns:
 
     def __init__(self, connection: Connection, parts: Sequence[Tensor]) -> None:
         self.connection, self.parts = connection, parts
+        self.remark: Callable[[], str] = str
+        """What else there is to say of a lap."""
         self._losses: list[tuple[Tensor, float]] = []
 
     def note(self, loss: Tensor, share: float) -> None:
         """Part of a batch's loss. `share`: of the samples that this process has."""
         self._losses.append((loss.detach(), share))
 
+    def _wanted(self) -> int:
+        try:
+            return self.connection.recv()
+        except EOFError:  # whoever asked is gone
+            return 0
+
     def __len__(self) -> int:
         return 10**9 * len(self.parts)  # known, so Lightning does not fetch a batch ahead; the end comes by itself
 
     def __iter__(self) -> Iterator[Tensor]:
-        while (count := self.connection.recv()) is not None:
+        while count := self._wanted():
             yield from self.parts
             start = time.perf_counter()
             losses: list[float] = []
@@ -90,7 +99,7 @@ class Turns:
                 yield from self.parts
                 if self._losses:
                     losses.append(sum(loss.item() * share for loss, share in self._losses))
-            self.connection.send(Lap((time.perf_counter() - start) / count, losses))
+            self.connection.send(Lap((time.perf_counter() - start) / count, losses, self.remark()))
 
 
 class NotingGPT(GPT):
@@ -110,6 +119,13 @@ def ours(setting: Setting, microbatches: int, rank: int, connection: Connection,
     module = NotingGPT(setting.layers, setting.width, setting.tokens)
     module.note = lambda loss, samples: turns.note(loss, samples / setting.samples)
     strategy = RoundPipeStrategy(microbatches=microbatches, split="step", staleness=staleness)
+
+    def recomputed() -> str:
+        layers = strategy.report().layers
+        count = sum(layer.forward_stage != layer.backward_stage for layer in layers)
+        return f"{count} of {len(layers)} layers recomputed"
+
+    turns.remark = recomputed
     train(module, turns, strategy, devices=2)
 
 
@@ -149,12 +165,12 @@ def threads(setting: Setting, microbatches: int, rank: int, connection: Connecti
             list(pool.map(step, range(count)))
 
 
-def ddp(setting: Setting, microbatches: int, rank: int, connection: Connection) -> None:
+def ddp(setting: Setting, microbatches: int, rank: int, connection: Connection, *, recompute: bool = True) -> None:
     """Lightning's, which communicates once per batch."""
     parts = setting.batch().chunk(2)[rank].tensor_split(microbatches // 2)
     turns = Turns(connection, parts)
     torch.manual_seed(0)
-    module = NotingGPT(setting.layers, setting.width, setting.tokens, checkpoint=True)
+    module = NotingGPT(setting.layers, setting.width, setting.tokens, checkpoint=recompute)
     module.note = lambda loss, samples: turns.note(loss, 2 * samples / setting.samples)
     train(module, turns, DDPStrategy(process_group_backend="gloo"), devices=2, accumulate_grad_batches=len(parts))
 
@@ -245,6 +261,8 @@ class Entry:
     processes: int
     microbatches: Sequence[int]
     """Which numbers are tried."""
+    warm_up: int = 1
+    """Batches before any that counts."""
 
 
 class Contestant:
@@ -279,11 +297,12 @@ class Contestant:
             connection.send(batches)
         laps = [connection.recv() for connection in self.connections]
         parts = [lap.losses for lap in laps if lap.losses]
-        return Lap(max(lap.seconds for lap in laps), [sum(each) / len(each) for each in zip(*parts, strict=True)])
+        losses = [sum(each) / len(each) for each in zip(*parts, strict=True)]
+        return Lap(max(lap.seconds for lap in laps), losses, laps[0].remark)
 
     def close(self) -> None:
         for connection in self.connections:
-            connection.send(None)
+            connection.send(0)
         for process in self.processes:
             process.join()
 
@@ -299,12 +318,12 @@ def _race(entry: Entry, setting: Setting, microbatches: int, rank: int, port: in
 
 LOOPED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
-OURS = {
-    "staleness 0": Entry(partial(ours, staleness=0), 1, (3, 4, 8)),
-    "staleness 1": Entry(partial(ours, staleness=1), 1, (3, 4, 8)),
+OURS = {  # which search their stages by the costs that the first batches measure
+    "staleness 0": Entry(partial(ours, staleness=0), 1, (2, 4, 8), warm_up=8),
+    "staleness 1": Entry(partial(ours, staleness=1), 1, (2, 4, 8), warm_up=8),
 }
-CEILING = Entry(partial(threads, count=2), 1, (2, 4, 8))
-ONE_THREAD = Entry(partial(threads, count=1), 1, (2, 4))
+CEILING = Entry(partial(threads, count=2), 1, (2, 4))
+ONE_THREAD = Entry(partial(threads, count=1), 1, (2,))
 PEERS = {
     "Lightning DDP": Entry(ddp, 2, (2, 4)),
     "FSDP2 with CPU offload": Entry(fsdp2, 2, (2, 4)),
@@ -314,8 +333,9 @@ PEERS = {
     "torch zero bubble V": Entry(partial(pipelining, schedule="ZBVZeroBubble", stages=V), 2, (4, 8)),
 }
 KEEPING = {
+    "Lightning DDP, activations kept": Entry(partial(ddp, recompute=False), 2, (2,)),
     "torch zero bubble, activations kept": Entry(
         partial(pipelining, schedule="InterleavedZeroBubble", stages=LOOPED, recompute=False), 2, (4, 8)
     ),
 }
-"""Without recomputation."""
+"""Without recomputation, so with all activations in memory at a time."""
