@@ -73,7 +73,7 @@ def measure(
     for name, microbatches in race.microbatches.items():
         median = statistics.median(each[name].seconds for each in laps)
         peer = ", ".join(filter(None, [microbatches, laps[-1][name].remark]))
-        rows.append(Row(name, samples * tokens / median, "tokens/s", peer=peer))
+        rows.append(Row(name, samples * tokens / median / 1000, "k tokens/s", peer=peer))
 
     def compare(first: str, second: str, target: float | None = None) -> None:
         ratio = statistics.median(each[second].seconds / each[first].seconds for each in laps)
