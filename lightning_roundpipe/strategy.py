@@ -55,6 +55,7 @@ from lightning_roundpipe.state.optimizer import (
     BeforeStep,
     OptimizerWorker,
     StepJob,
+    has_step_hooks,
     holds_parameters_elsewhere,
     needs_closure,
 )
@@ -383,6 +384,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         reasons = hooks_that_look(trainer)
         if needs_closure(optimizer) or holds_parameters_elsewhere(optimizer):
             reasons.append(f"the optimizer {type(optimizer).__name__}")
+        if has_step_hooks(optimizer):
+            reasons.append("a hook on the optimizer's step")
         plugin = self.precision_plugin
         if not (isinstance(plugin, RoundPipePrecision) and plugin.handles_in_background(optimizer)):
             reasons.append(f"the precision plugin {type(plugin).__name__}")

@@ -212,6 +212,20 @@ def test_sparse_gradients() -> None:
     assert gradient.to_dense()[:, 0].tolist() == [0, 1, 0, 1, 0]
 
 
+@pytest.mark.parametrize("order", list(itertools.product((True, False), repeat=3)))
+def test_sparse_and_dense_gradients_in_any_order(order: tuple[bool, ...]) -> None:
+    """Within a microbatch, and of two."""
+    sums = Sums(nn.Embedding(5, 2, sparse=True))
+    batch = sums.gradients.begin_batch(2)
+    dense = torch.arange(10.0).reshape(5, 2)
+    for microbatch, sparse in zip((0, 0, 1), order, strict=True):
+        batch.add(microbatch, sums.first, dense.to_sparse(1) if sparse else dense)
+    sums.finish(batch, 0, 1)
+    gradient = sums.gradients.get(sums.first)
+    assert gradient.is_sparse == all(order)
+    assert torch.equal(gradient.to_dense(), 3 * dense)
+
+
 def test_hooks_of_parameters_see_each_microbatch_once(sums: Sums) -> None:
     seen: list[Tensor] = []
 
@@ -285,6 +299,19 @@ def test_what_comes_after_a_rounded_sum_is_added_in_full_precision(sums: Sums) -
         batch.add(0, sums.first, gradient)
         sums.finish(batch, 0)
     assert torch.equal(sums.gradients.get(sums.first), first + second)
+
+
+def test_memory_of_a_parameter_with_gaps_is_used_again() -> None:
+    layer = nn.Linear(2, 3, bias=False)
+    layer.weight = nn.Parameter(torch.randn(3, 4)[:, ::2])
+    sums = Sums(layer)
+    for _ in range(3):
+        batch = sums.gradients.begin_batch(1)
+        batch.add(0, sums.first, torch.ones(3, 2))
+        sums.finish(batch, 0)
+        assert torch.equal(sums.gradients.get(sums.first), torch.ones(3, 2))
+        sums.gradients.clear(sums.store.units[0])
+    assert sums.gradients.memory.made == 1
 
 
 def test_memory_is_used_again_after_the_first_batches(sums: Sums) -> None:

@@ -151,6 +151,19 @@ class DecaysItsOwnRate(torch.optim.Adam):
         return super().step(closure)
 
 
+class KeepsTheGradient(SGD):
+    """Adds to a gradient a share of the one before, which it keeps as it is."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluate(closure)
+        for group, parameter in with_gradients(self):
+            before = self.state[parameter].get("before", torch.zeros_like(parameter))
+            parameter.sub_(group["lr"] * (parameter.grad + 0.5 * before))
+            self.state[parameter]["before"] = parameter.grad
+        return loss
+
+
 class ScheduleFree(Optimizer):
     """Keeps counters in its groups and a second set of parameters in its state."""
 
@@ -169,6 +182,18 @@ class ScheduleFree(Optimizer):
             parameter.lerp_(z, share).add_(parameter.grad, alpha=-group["lr"] * (1 - 0.9 * share))
             z.sub_(parameter.grad, alpha=group["lr"])
         return loss
+
+
+def adds_gradients_after_the_step(module: Blocks) -> Optimizer:
+    made = SGD(module.parameters(), lr=0.1)
+
+    @torch.no_grad()
+    def add(*_: Any) -> None:
+        for parameter in module.parameters():
+            parameter.add_(parameter.grad, alpha=-0.1)
+
+    made.register_step_post_hook(add)
+    return made
 
 
 def clamps_after_the_step(module: Blocks, optimizer: type[Optimizer] = SGD) -> Optimizer:
@@ -203,7 +228,9 @@ OPTIMIZERS: dict[str, Callable[[Blocks], Optimizer]] = {
     "holds the module": lambda module: HoldsTheModule(module.net),
     "lookahead": lambda module: Lookahead(SGD(module.parameters(), lr=0.1, momentum=0.9)),
     "decays its own rate": lambda module: DecaysItsOwnRate(module.parameters(), lr=0.1),
+    "keeps the gradient": lambda module: KeepsTheGradient(module.parameters(), lr=0.1),
     "schedule-free": lambda module: ScheduleFree(module.parameters()),
+    "adds gradients after the step": adds_gradients_after_the_step,
     "clamps after the step": clamps_after_the_step,
     "clamps after a slow step": partial(clamps_after_the_step, optimizer=Slow),
     "named parameters": lambda module: torch.optim.AdamW(module.named_parameters(), lr=0.1),
@@ -251,6 +278,22 @@ class SparseGradients(Embeds):
     sparse = True
 
 
+class SparseAndDenseGradients(SparseGradients):
+    """The table is used as the head, too, without the embedding."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.mse_loss(F.linear(self.net(self.embedded(x)), self.embedding.weight)[:, :WIDTH], y)
+
+
+class SparseOrDenseGradients(SparseGradients):
+    """Sparse in some microbatches only."""
+
+    def embedded(self, x: Tensor) -> Tensor:
+        self.embedding.sparse = bool(x.sum() > 0)
+        return super().embedded(x)
+
+
 class BoundedNorm(Embeds):
     max_norm = 1.0
 
@@ -261,7 +304,9 @@ class BoundedNormTwice(BoundedNorm):
 
 
 @pytest.mark.parametrize(("m", "devices"), WAYS)
-@pytest.mark.parametrize("kind", [SparseGradients, BoundedNorm, BoundedNormTwice])
+@pytest.mark.parametrize(
+    "kind", [SparseGradients, SparseAndDenseGradients, SparseOrDenseGradients, BoundedNorm, BoundedNormTwice]
+)
 def test_embeddings_equal_plain_lightning(kind: type[Blocks], m: int, devices: int) -> None:
     assert_equal(trained(kind, m, devices), expected(kind, m))
 

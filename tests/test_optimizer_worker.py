@@ -30,6 +30,8 @@ MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
 class Bench:
     """A chain of layers, their gradients, and a worker."""
 
+    in_half_precision = False
+
     def __init__(self, optimizer: Callable[..., Optimizer]) -> None:
         self.root = chain()
         layers = [Layer(i, str(i), layer) for i, layer in enumerate(self.root)]
@@ -44,7 +46,7 @@ class Bench:
         for parameter, gradient in zip(self.root.parameters(), gradients, strict=True):
             if gradient is not None:
                 batch.add(0, parameter, gradient)
-        self.worker.submit(StepJob(self.optimizer, batch, before, after))
+        self.worker.submit(StepJob(self.optimizer, batch, before, after, in_half_precision=self.in_half_precision))
         for unit in self.store.units:
             batch.finish(0, unit)
 
@@ -154,6 +156,29 @@ def test_parameters_without_gradient_are_not_stepped(bench: Callable[..., Bench]
     root, optimizer = plain(OPTIMIZERS["adamw"], first, first)
     assert_equal(ours.root.state_dict(), root.state_dict())
     assert len(ours.optimizer.state) == len(optimizer.state) == 4
+
+
+@pytest.mark.parametrize("laid_out", ["parameters with gaps", "gradients across", "state across"])
+def test_a_fused_step_whatever_the_strides_are(bench: Callable[..., Bench], laid_out: str) -> None:
+    """Torch's fused Adam would go through memory as if all were laid out alike."""
+    optimizer = partial(torch.optim.Adam, lr=0.1)
+    ours = bench(optimizer)
+    ours.in_half_precision = True
+    first = ours.root[0].weight
+    if laid_out == "parameters with gaps":
+        first.data = torch.stack([first.data, first.data], -1)[..., 0]
+    ours.submit(gradients(0))
+    ours.worker.wait_idle()
+    if laid_out == "state across":
+        state = ours.optimizer.state[first]
+        state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+    elif laid_out == "gradients across":
+        ours.gradients.adopt(first, torch.zeros(3, 3).t())
+    ours.submit(gradients(1))
+    ours.worker.wait_idle()
+    root, _ = plain(optimizer, gradients(0), gradients(1))
+    for actual, expected in zip(ours.root.parameters(), root.parameters(), strict=True):
+        assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_publishes_each_unit_once_a_step(bench: Callable[..., Bench]) -> None:

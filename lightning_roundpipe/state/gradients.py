@@ -15,6 +15,22 @@ from lightning_roundpipe.pipeline.turnstile import Monitor
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 
+def add(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of two gradients, each of which may be sparse: torch adds a sparse one to a dense one only."""
+    return second + first if first.is_sparse else first + second
+
+
+def dense_strides(tensor: Tensor) -> tuple[int, ...]:
+    """Those of a tensor made like this one: its own, unless it is a part of a larger one and has gaps."""
+    return torch.empty_like(tensor, device="meta").stride()
+
+
+def _is_shared(tensor: Tensor) -> bool:
+    """Whether there are other tensors with the same memory."""
+    uses, of_one = (torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in (tensor, torch.empty(0)))
+    return uses > of_one
+
+
 @dataclass(slots=True)
 class _Deposit:
     """A gradient that autograd had ready for a parameter's ``.grad``."""
@@ -40,7 +56,7 @@ class _Memory:
     def take(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """One without meaningful contents."""
         with self._lock:
-            if free := self._free.get((like.shape, like.stride(), dtype)):
+            if free := self._free.get((like.shape, dense_strides(like), dtype)):
                 return free.pop()
             self.made += 1
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
@@ -76,7 +92,7 @@ class _Sum:
         parameter = self.unit.parameters[index]
         present = self.full(index)
         if present is not None:
-            self.gradients[index] = present + gradient if present.is_sparse else present.add_(gradient)
+            self.gradients[index] = add(present, gradient) if present.is_sparse else present.add_(gradient)
         elif gradient.is_sparse:
             self.gradients[index] = gradient.to(parameter.dtype)
         else:
@@ -172,25 +188,27 @@ class Gradients:
 
     def clear(self, unit: Unit) -> None:
         """Starts the unit's sums anew."""
-        self.give_back([self.sums[unit.index].hand_over()])
+        for gradient in self.sums[unit.index].hand_over():
+            if gradient is not None:
+                self.memory.give_back(gradient)
 
-    def take(self, units: Iterable[Unit]) -> list[list[Tensor | None]]:
-        """Starts the units' sums anew in other memory, for a step that needs all gradients until its end."""
-        taken = []
+    def take(self, units: Iterable[Unit]) -> list[Tensor]:
+        """Starts the units' sums anew in other memory, for a step that needs all gradients until its end. Returns their
+        memory."""
+        taken: list[Tensor] = []
         for unit in units:
             sum_ = self.sums[unit.index]
-            taken.append(sum_.hand_over())
+            taken += (each.detach() for each in sum_.hand_over() if each is not None and not each.is_sparse)
             with self.monitor.lock:
                 sum_.taken = unit.done + 1
                 unit.changed.notify_all()
         return taken
 
-    def give_back(self, taken: Iterable[list[Tensor | None]]) -> None:
-        """Lets memory be used again."""
-        for gradients in taken:
-            for gradient in gradients:
-                if gradient is not None:
-                    self.memory.give_back(gradient)
+    def give_back(self, taken: Iterable[Tensor]) -> None:
+        """Lets memory be used again, but for what the optimizer has kept, as its state, say."""
+        for memory in taken:
+            if not _is_shared(memory):
+                self.memory.give_back(memory)
 
     def adopt(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Goes on adding to a gradient that is there already."""
@@ -234,7 +252,7 @@ class BatchGradients:
         parts = self._parts[unit].setdefault(microbatch, {})
         present = parts.get(index)
         # Half-precision gradients are summed in the master's precision, as autocast's backward does.
-        parts[index] = gradient if present is None else present.to(parameter.dtype) + gradient
+        parts[index] = gradient if present is None else add(present.to(parameter.dtype), gradient)
         for deposit in self._deposits[unit].get(microbatch, ()):
             deposit.comes_first |= deposit.index == index
 
@@ -352,7 +370,7 @@ class PartGradients:
         unit, _ = self._outer._gradients.position[id(parameter)]
         own = self._own[unit].setdefault(part, {})
         present = own.get(parameter)
-        own[parameter] = gradient if present is None else present.to(parameter.dtype) + gradient
+        own[parameter] = gradient if present is None else add(present.to(parameter.dtype), gradient)
 
     def deposit(self, part: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
         """As :meth:`BatchGradients.deposit`."""

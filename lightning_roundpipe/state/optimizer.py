@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
-from lightning_roundpipe.state.gradients import BatchGradients, Gradients
+from lightning_roundpipe.state.gradients import BatchGradients, Gradients, dense_strides
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 BeforeStep = Callable[[Optimizer], bool]
@@ -53,11 +54,10 @@ class StepJob:
         self.gradients = gradients
         self.before_step = before_step
         self.after_step = after_step
+        self.in_half_precision = in_half_precision
         self.groups = [dict(group) for group in optimizer.param_groups]
         for group in self.groups:
             group["params"] = list(group["params"])
-            if in_half_precision and _may_be_fused(optimizer, group):
-                group["fused"] = True
             if isinstance(group.get("lr"), Tensor):
                 group["lr"] = group["lr"].clone()
 
@@ -146,16 +146,17 @@ class OptimizerWorker:
         if go:
             for hook in optimizer._optimizer_step_pre_hooks.values():
                 hook(optimizer, (), {})
-        taken = None if by_unit else self._gradients.take(self.order)
-        if go and not by_unit:
-            whole.step()
-        if taken is not None:
+        if not by_unit:
+            taken = self._gradients.take(self.order)
+            if go:
+                whole.step()
+            _drop_gradients(whole)
             self._gradients.give_back(taken)
         group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
         hooks = list(optimizer._optimizer_step_post_hooks.values())
         for unit in self.order:
             if go and by_unit:
-                self._step_unit(whole, unit, group_of)
+                self._step_unit(whole, unit, group_of, fuses=job.in_half_precision)
             if by_unit:
                 self._gradients.clear(unit)
             if not hooks:
@@ -167,13 +168,11 @@ class OptimizerWorker:
         if hooks:  # they may change parameters, too
             for unit in self.order:
                 self._store.publish(unit)
-        for group in whole.param_groups:
-            for alias in group["params"]:
-                alias.grad = None
+        _drop_gradients(whole)
         if job.after_step is not None:
             job.after_step()
 
-    def _step_unit(self, whole: Optimizer, unit: Unit, group_of: dict[int, int]) -> None:
+    def _step_unit(self, whole: Optimizer, unit: Unit, group_of: dict[int, int], *, fuses: bool) -> None:
         members: dict[int, list[nn.Parameter]] = {}
         for parameter in unit.parameters:
             alias = self._aliases.get(id(parameter))
@@ -187,6 +186,9 @@ class OptimizerWorker:
             return
         part = _copy_of(whole)
         part.param_groups = [{**whole.param_groups[group], "params": members[group]} for group in sorted(members)]
+        for values in part.param_groups if fuses else ():
+            if _may_be_fused(part, values):
+                values["fused"] = True
         part.step()  # the state is the same object as the whole's
         for alias in chain.from_iterable(members.values()):
             alias.grad = None
@@ -228,6 +230,12 @@ class OptimizerWorker:
         return alias
 
 
+def _drop_gradients(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
 _PARTS = ("param_groups", "state", "defaults", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 """What makes an optimizer; everything else in its ``__dict__`` is its class's own."""
 
@@ -243,13 +251,25 @@ def _copy_of(optimizer: Optimizer) -> Optimizer:
 
 
 def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether torch has a fused form of the step for the group on the host, and the user has not chosen one."""
+    """Whether torch has a fused form of the step for the group on the host, and the user has not chosen one.
+
+    It goes through memory from one end to the other, whatever the strides are.
+    """
+
+    def fits(parameter: nn.Parameter) -> bool:
+        strides = dense_strides(parameter)
+        state = [value for value in optimizer.state.get(parameter, {}).values() if isinstance(value, Tensor)]
+        return parameter.is_floating_point() and all(
+            tensor is not None and tensor.layout == torch.strided and tensor.stride() == strides
+            for tensor in (parameter, parameter.grad, *(value for value in state if value.dim()))
+        )
+
     return (
         type(optimizer) in (torch.optim.Adam, torch.optim.AdamW)
         and group["fused"] is None
         and group["foreach"] is None
         and not (group["differentiable"] or group["capturable"])
-        and all(parameter.is_floating_point() for parameter in group["params"])
+        and all(fits(parameter) for parameter in group["params"])
     )
 
 
@@ -263,6 +283,18 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether ``step`` can only be called with a closure (LBFGS and the like)."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def has_step_hooks(optimizer: Optimizer) -> bool:
+    """Whether the user's code runs with each step, and may read the gradients."""
+    return any(
+        (
+            optimizer._optimizer_step_pre_hooks,
+            optimizer._optimizer_step_post_hooks,
+            _global_optimizer_pre_hooks,
+            _global_optimizer_post_hooks,
+        )
+    )
 
 
 def holds_parameters_elsewhere(optimizer: Optimizer) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import lightning as L
 import numpy
@@ -84,6 +85,8 @@ def test_autocast_grad_mode_and_train_mode_in_every_pass(way: Way, schedule: str
 class Overflows(Net):
     """The first batch's loss is infinite; the learning rate halves with every step."""
 
+    make_optimizer: type[torch.optim.SGD] = torch.optim.SGD
+
     def __init__(self) -> None:
         super().__init__(lin(0))
         self.gradients: list[float] = []
@@ -93,7 +96,7 @@ class Overflows(Net):
         return loss * torch.inf if batch_idx == 0 else loss
 
     def configure_optimizers(self) -> dict:
-        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        optimizer = self.make_optimizer(self.parameters(), lr=1.0)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": self.scheduler, "interval": "step"}}
 
@@ -107,13 +110,18 @@ class OverflowsUnseen(Overflows):
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
 
 
-class OverflowsSlowly(OverflowsUnseen):
-    """The same, with steps that take longer than a batch."""
+class SlowSGD(torch.optim.SGD):
+    """Takes longer than a batch."""
 
-    def configure_optimizers(self) -> dict:
-        configured = super().configure_optimizers()
-        configured["optimizer"].register_step_pre_hook(lambda *_: time.sleep(0.02))
-        return configured
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        time.sleep(0.02)
+        return super().step(closure)
+
+
+class OverflowsSlowly(OverflowsUnseen):
+    """The same, with slow steps."""
+
+    make_optimizer = SlowSGD
 
 
 @pytest.mark.parametrize("watched", [True, False], ids=["watched", "unseen"])
