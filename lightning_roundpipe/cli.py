@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console()
     try:
         (simulate_command if options.command == "simulate" else plan_command)(options, console)
-    except (ValueError, RuntimeError, ImportError) as error:
+    except (ValueError, RuntimeError, ImportError, OSError) as error:
         Console(stderr=True).print(f"lightning_roundpipe {options.command}: {error}", markup=False)
         return 2
     return 0
@@ -92,17 +93,16 @@ def _compare(costs: Costs, options: argparse.Namespace, **more: object) -> list[
 
 def _machine(options: argparse.Namespace) -> Machine:
     known = GPUS.get(options.gpu)
-    given = Gpu(
-        options.memory if options.memory is not None else (known.memory if known else 0),
-        options.tflops if options.tflops is not None else (known.tflops if known else 0),
-        options.link if options.link is not None else (known.link if known else 0),
-    )
-    if not (given.memory and given.tflops and given.link):
+    given = {
+        name: getattr(options, name) for name in ("memory", "tflops", "link") if getattr(options, name) is not None
+    }
+    if known is None and len(given) < 3:
         raise ValueError(
             f"The GPU {options.gpu!r} is not known. Give --memory, --tflops and --link, or one of: {', '.join(GPUS)}."
         )
+    gpu = Gpu(**given) if known is None else replace(known, **given)
     return Machine(
-        options.devices, given, options.efficiency, options.host_memory, options.host_bandwidth, options.optimizer_rate
+        options.devices, gpu, options.efficiency, options.host_memory, options.host_bandwidth, options.optimizer_rate
     )
 
 
@@ -201,6 +201,8 @@ def _save(costs: Costs, outcomes: Sequence[Outcome], options: argparse.Namespace
 
 
 def _lanes(text: str) -> int | None:
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a whole number or 'auto', not {text!r}")
     return None if text == "auto" else int(text)
 
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
 from lightning_roundpipe.schedules.named import BOUND, bound_schedule
 from lightning_roundpipe.schedules.partition import Cost, Partition
-from lightning_roundpipe.schedules.planner import Memory, finest, plan
+from lightning_roundpipe.schedules.planner import Memory, check_numbers, finest, plan
 from lightning_roundpipe.schedules.simulate import Simulation, batches_of, simulate
 
 NAMES = ("roundpipe", "roundpipe_async", *BOUND)
@@ -50,7 +50,13 @@ def compare(
         memory: What RoundPipe's stages must fit into. If a single layer does not, one layer per stage is simulated all
             the same.
         batches: How many batches; ``None``: as many as show the steady state.
+
+    Raises:
+        ValueError: There are no devices, no microbatches, or no layer that takes time, or no such lanes.
     """
+    check_numbers(devices, microbatches, lanes)
+    if not any(costs.forward) and not any(costs.backward_with_recompute()):
+        raise ValueError("No layer takes any time, so there is nothing to compare.")
     made = []
     for name in names:
         if name in ("roundpipe", "roundpipe_async"):

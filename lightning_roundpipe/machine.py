@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from types import MappingProxyType
 
 from lightning_roundpipe.schedules.costs import Costs
@@ -11,13 +12,26 @@ from lightning_roundpipe.tracing import LayerCall
 GB = 10**9
 
 
+def _check_positive(what: object, *names: str) -> None:
+    for name in names:
+        if not 0 < getattr(what, name) < inf:
+            raise ValueError(f"`{name}` must be finite and more than 0, got {getattr(what, name)}.")
+
+
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU by its data sheet: GB of memory, TFLOP/s in dense bfloat16, GB/s between it and the host each way."""
+    """A GPU by its data sheet: GB of memory, TFLOP/s in dense bfloat16, GB/s between it and the host each way.
+
+    Raises:
+        ValueError: A value is not a number above 0.
+    """
 
     memory: float
     tflops: float
     link: float
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "memory", "tflops", "link")
 
 
 GPUS: Mapping[str, Gpu] = MappingProxyType(
@@ -45,6 +59,9 @@ class Machine:
         host_memory: In GB.
         host_bandwidth: Of the host's memory, in GB/s, for all copies together.
         optimizer_rate: Parameters that the CPU steps, in billions per second.
+
+    Raises:
+        ValueError: A value cannot be.
     """
 
     devices: int
@@ -53,6 +70,13 @@ class Machine:
     host_memory: float = 512
     host_bandwidth: float = 150
     optimizer_rate: float = 2
+
+    def __post_init__(self) -> None:
+        _check_positive(self, "devices", "efficiency", "host_bandwidth", "optimizer_rate")
+        if self.efficiency > 1:
+            raise ValueError(f"`efficiency` is a share, at most 1, got {self.efficiency}.")
+        if not self.host_memory >= 0:
+            raise ValueError(f"`host_memory` must be at least 0, got {self.host_memory}.")
 
     def costs(self, calls: Sequence[LayerCall], precision: "Precision") -> Costs:
         """The layers' times in seconds, sizes in bytes."""

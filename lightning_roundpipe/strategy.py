@@ -130,7 +130,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`split` must be 'auto', 'step', 'model' or 'whole', got {split!r}.")
         if isinstance(loss_weight, str) and loss_weight not in ("samples", "tokens", "sum"):
             raise ValueError(f"`loss_weight` must be 'samples', 'tokens', 'sum' or a function, got {loss_weight!r}.")
-        if isinstance(schedule, str) and schedule not in SCHEDULES:
+        if not isinstance(schedule, Schedule) and not (isinstance(schedule, str) and schedule in SCHEDULES):
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
         if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")

@@ -61,9 +61,18 @@ def load(path: str) -> Any:
 
 
 def build(model: Callable[[], nn.Module], batch: Callable[[int], Any], samples: int) -> tuple[nn.Module, Any]:
-    """The model, and a batch of so many samples, without memory."""
+    """The model, and a batch of so many samples, without memory.
+
+    Raises:
+        ValueError: There are no samples, or what was made is no model.
+    """
+    if samples < 1:
+        raise ValueError(f"A batch must have at least 1 sample, not {samples}.")
     with _without_memory:
-        return model(), batch(samples)
+        made = model()
+        if not isinstance(made, nn.Module):
+            raise ValueError(f"What should make the model makes no torch.nn.Module, but {type(made).__name__}.")
+        return made, batch(samples)
 
 
 def trace(model: nn.Module, batch: Any) -> list[LayerCall]:

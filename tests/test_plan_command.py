@@ -22,6 +22,7 @@ from lightning_roundpipe.tracing import build, load, trace
 
 ROOT = Path(__file__).parent.parent
 HERE = __name__
+SMALL = f"--model {HERE}:small --batch {HERE}:ids "
 
 
 class Block(nn.Module):
@@ -69,6 +70,10 @@ class Valued(nn.Module):
 
 def looks_at_values() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 8), Valued(), nn.Linear(8, 8))
+
+
+def no_model() -> list[nn.Module]:
+    return [small()]
 
 
 def ids(samples: int) -> tuple[torch.Tensor]:
@@ -224,11 +229,51 @@ def test_tables_are_eighty_columns_wide(capsys: pytest.CaptureFixture[str], monk
         (f"--model {HERE}:small --batch {HERE}:ids --gpu Nothing", "The GPU 'Nothing' is not known"),
         (f"--model {HERE}:absent --batch {HERE}:ids", "cannot be imported"),
         (f"--model {HERE}:looks_at_values --batch {HERE}:vectors", "cannot run without values"),
+        (f"--model {HERE}:no_model --batch {HERE}:ids", "makes no torch.nn.Module, but list"),
+        (SMALL + "--samples 0", "at least 1 sample, not 0"),
+        (SMALL + "--memory 0", "`memory` must be finite and more than 0, got 0.0"),
+        (SMALL + "--tflops nan", "`tflops` must be finite and more than 0, got nan"),
+        (SMALL + "--link -2", "`link` must be finite and more than 0, got -2.0"),
+        (SMALL + "--efficiency 0", "`efficiency` must be finite and more than 0, got 0.0"),
+        (SMALL + "--efficiency 1.5", "`efficiency` is a share, at most 1, got 1.5"),
+        (SMALL + "--host-memory -1", "`host_memory` must be at least 0, got -1.0"),
+        (SMALL + "--host-bandwidth 0", "`host_bandwidth` must be finite and more than 0"),
+        (SMALL + "--optimizer-rate inf", "`optimizer_rate` must be finite and more than 0"),
     ],
 )
 def test_plan_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *arguments.split()]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--layers 0", "No layer takes any time"),
+        ("--forward 0 --backward 0", "No layer takes any time"),
+        ("--devices 0", "at least 1 device and 1 microbatch, not 0 devices"),
+        ("--devices -1", "at least 1 device and 1 microbatch, not -1 devices"),
+        ("--microbatches 0", "at least 1 device and 1 microbatch, not 8 devices and 0 microbatches"),
+        ("--lanes 0", "8 devices cannot be divided into 0 lanes"),
+        ("--lanes 3", "8 devices cannot be divided into 3 lanes"),
+        ("--forward -1", "`forward` must be finite and at least 0, got -1.0"),
+        ("--backward inf", "`backward` must be finite and at least 0, got inf"),
+        ("--upload nan", "`upload` must be finite and at least 0, got nan"),
+        ("--hop -1", "`hop` must be finite and at least 0, got -1.0"),
+        ("--weight-gradient 3", "of a backward that takes 2.0 cannot take 3.0"),
+        ("--host-links 0", "`host_links` must be more than 0, got 0.0"),
+        ("--layers 4 --devices 2 --picture absent/a.png", "No such file or directory: 'absent/a.png'"),
+    ],
+)
+def test_simulate_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", *arguments.split()]) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_lanes_that_are_no_number(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(_words("simulate --lanes many"))
+    assert "argument --lanes: must be a whole number or 'auto', not 'many'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("model", ["llama_8b", "qwen3_32b", "qwen3_235b"])

@@ -182,6 +182,9 @@ def test_a_schedule_of_one_s_own(name: str) -> None:
         (Schedule.from_text("0 | F0.0 F0.1"), 1, 2, "ends with F0·mb0: it has no backward"),
         (Schedule.from_text("0 | FB0.0 B1.0"), 1, 1, "has B1·mb0, but the forward of its layers is in no stage"),
         ("pipedream", 2, 2, "must be one of .*gpipe.* got .pipedream"),
+        ("0 | FB0.0", 1, 1, "or a Schedule; got '0 . FB0.0'"),
+        (None, 2, 2, "or a Schedule; got None"),
+        (gpipe, 2, 2, "or a Schedule; got <function gpipe"),
     ],
 )
 def test_schedules_that_do_not_suit(schedule: Any, devices: int, m: int, words: str) -> None:

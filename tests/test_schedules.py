@@ -1,6 +1,7 @@
 """Schedules are plain data: what must hold for all of them is checked over many shapes."""
 
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -277,6 +278,20 @@ def test_more_stages_than_calls() -> None:
 def test_validation_names_the_action(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule.from_text(text).validate()
+
+
+@pytest.mark.parametrize(
+    ("action", "message"),
+    [
+        (Action("X", 0, 0), "has X0·mb0, which is no Action of kind F, B, W or FB"),
+        (("F", 0, 0), "which is no Action"),
+        (Action("FB", 0.0, 0), "stage and microbatch must be whole numbers"),
+        (Action("FB", 0, "0"), "stage and microbatch must be whole numbers"),
+    ],
+)
+def test_validation_of_what_is_no_action(action: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(((action,),), 0).validate()
 
 
 def test_validation_against_the_numbers_of_stages_and_microbatches() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from lightning_roundpipe.schedules.partition import Cost, Partition
 from lightning_roundpipe.schedules.schedule import Action
@@ -25,6 +26,9 @@ class Costs:
         parameters: Size of the parameters, in bytes or any other unit.
         hop: Of one microbatch's way from a stage to the next over the host: a latency, which occupies nobody.
         host_links: How many devices' links at full rate the host's memory keeps up with; ``None``: all.
+
+    Raises:
+        ValueError: There are not as many times of each kind, or one of them cannot be.
     """
 
     forward: Sequence[Cost]
@@ -46,6 +50,7 @@ class Costs:
             if not getattr(self, name):
                 object.__setattr__(self, name, (0,) * len(self.forward))
         for name in (
+            "forward",
             "backward",
             "recompute",
             "weight_gradient",
@@ -55,10 +60,22 @@ class Costs:
             "add",
             "parameters",
         ):
-            if len(getattr(self, name)) != len(self.forward):
-                raise ValueError(
-                    f"There are {len(self.forward)} forward times, but {len(getattr(self, name))} of {name}."
-                )
+            values = getattr(self, name)
+            if len(values) != len(self.forward):
+                raise ValueError(f"There are {len(self.forward)} forward times, but {len(values)} of {name}.")
+            self._check(name, values)
+        self._check("hop", [self.hop])
+        for whole, part in zip(self.backward, self.weight_gradient, strict=True):
+            if part > whole:
+                raise ValueError(f"The weight gradients' part of a backward that takes {whole} cannot take {part}.")
+        if self.host_links is not None and not self.host_links > 0:
+            raise ValueError(f"`host_links` must be more than 0, got {self.host_links}.")
+
+    @staticmethod
+    def _check(name: str, values: Sequence[Cost]) -> None:
+        for value in values:
+            if not 0 <= value < inf:
+                raise ValueError(f"`{name}` must be finite and at least 0, got {value}.")
 
     def backward_with_recompute(self) -> list[Cost]:
         return [again + back for again, back in zip(self.recompute, self.backward, strict=True)]

@@ -67,6 +67,19 @@ class Plan:
     time: Cost
 
 
+def check_numbers(devices: int, microbatches: int, lanes: int | None) -> None:
+    """
+    Raises:
+        ValueError: One of the numbers is less than 1, or the devices cannot be divided into the lanes.
+    """
+    if devices < 1 or microbatches < 1:
+        raise ValueError(
+            f"There must be at least 1 device and 1 microbatch, not {devices} devices and {microbatches} microbatches."
+        )
+    if lanes is not None and (lanes < 1 or devices % lanes):
+        raise ValueError(f"{devices} devices cannot be divided into {lanes} lanes of equal size.")
+
+
 def plan(
     costs: Costs,
     microbatches: int,
@@ -94,8 +107,10 @@ def plan(
         memory: What stages must fit into.
 
     Raises:
-        ValueError: A single call does not fit into the memory. The message says which and why.
+        ValueError: A single call does not fit into the memory: the message says which and why. Or one of the numbers is
+            less than 1, or the devices cannot be divided into the lanes.
     """
+    check_numbers(devices, microbatches, lanes)
     if memory is not None and (alone := memory.alone())[1] > memory.limit:
         raise ValueError(
             f"Layer call {alone[0]} needs {alone[1]:,} of a device's memory even in a stage of its own, with the next "

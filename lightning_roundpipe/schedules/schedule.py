@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 Kind = Literal["F", "B", "W", "FB"]
 
@@ -83,6 +83,10 @@ class Schedule:
         """The actions of each stage and microbatch."""
         found: dict[tuple[int, int], list[Action]] = {}
         for action in (action for line in self.devices for action in line):
+            if not isinstance(action, Action) or action.kind not in get_args(Kind):
+                raise ValueError(f"The schedule has {action}, which is no Action of kind F, B, W or FB.")
+            if not (isinstance(action.stage, int) and isinstance(action.microbatch, int)):
+                raise ValueError(f"The schedule has {action}, whose stage and microbatch must be whole numbers.")
             others = found.setdefault((action.stage, action.microbatch), [])
             if action in others:
                 raise ValueError(f"The schedule has {action} twice.")
