@@ -737,9 +737,19 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def submit_step(
         self, optimizer: Optimizer, before_step: BeforeStep | None, after_step: Callable[[], None] | None = None
     ) -> None:
-        """Hands a step to the background worker."""
+        """Hands a step to the background worker.
+
+        Raises:
+            RuntimeError: Hooks have been registered on the optimizer's step meanwhile.
+        """
         assert self._worker is not None and self._pipeline is not None and self._batch is not None
         self._pipeline.check()
+        if has_step_hooks(optimizer):
+            raise RuntimeError(
+                f"A hook has been registered on the step of {type(optimizer).__name__} since the first batch began. It"
+                " may read gradients, which a step in the background does not show it. Register it in"
+                " configure_optimizers, or use RoundPipeStrategy(background_step=False)."
+            )
         self._worker.order = self._pipeline.unit_order()
         gradients = self._batch.gradients
         assert isinstance(gradients, BatchGradients)

@@ -256,6 +256,19 @@ def test_the_optimizer_goes_on_counting() -> None:
     assert expected(MODULES["counts steps"], 2)["attributes"] == [{"steps": 5}]
 
 
+class HooksItsStepLate(Blocks):
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        if batch_idx == 2:
+            self.optimizers(use_pl_optimizer=False).register_step_post_hook(lambda *_: None)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_hook_that_comes_too_late() -> None:
+    with pytest.raises(RuntimeError, match=r"hook has been registered on the step of SGD .* in configure_optimizers"):
+        trained(HooksItsStepLate, 1, 1)
+    assert_equal(trained(HooksItsStepLate, 1, 1, background_step=False), expected(HooksItsStepLate, 1))
+
+
 # --- embeddings that change themselves, and sparse gradients
 
 

@@ -242,9 +242,8 @@ def test_before_and_after_the_step(bench: Callable[..., Bench]) -> None:
 
 
 def test_a_step_that_is_called_off(bench: Callable[..., Bench]) -> None:
-    """No change, no hooks, but done: what waits for it goes on, and the next step has only its own gradients."""
+    """No change, but done: what waits for it goes on, and the next step has only its own gradients."""
     ours, calls = bench(), []
-    ours.optimizer.register_step_post_hook(lambda *_: calls.append("post"))
     ours.submit(gradients(0), lambda optimizer: False, lambda: calls.append("after"))
     ours.worker.wait_idle()
     assert_equal(ours.root.state_dict(), chain().state_dict())
@@ -253,22 +252,6 @@ def test_a_step_that_is_called_off(bench: Callable[..., Bench]) -> None:
     ours.submit(gradients(1))
     ours.worker.wait_idle()
     assert_equal(ours.root.state_dict(), plain(MOMENTUM, gradients(1))[0].state_dict())
-
-
-def test_post_hooks_change_parameters_before_they_are_published(bench: Callable[..., Bench]) -> None:
-    ours = bench()
-
-    @torch.no_grad()
-    def zero(optimizer: Optimizer, *_: Any) -> None:
-        assert optimizer is ours.optimizer
-        assert not any(unit.done for unit in ours.store.units)
-        for parameter in ours.root.parameters():
-            parameter.zero_()
-
-    ours.optimizer.register_step_post_hook(zero)
-    ours.submit(gradients(0))
-    ours.worker.wait_idle()
-    assert all(not parameter.any() for parameter in ours.root.parameters())
 
 
 def test_an_error_fails_the_pipeline(bench: Callable[..., Bench]) -> None:

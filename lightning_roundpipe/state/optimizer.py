@@ -143,9 +143,6 @@ class OptimizerWorker:
         by_unit = steps_by_parameter(optimizer)
         whole = self._snapshot(job, lazily=by_unit and job.before_step is None)
         go = job.before_step is None or job.before_step(whole)
-        if go:
-            for hook in optimizer._optimizer_step_pre_hooks.values():
-                hook(optimizer, (), {})
         if not by_unit:
             taken = self._gradients.take(self.order)
             if go:
@@ -153,21 +150,14 @@ class OptimizerWorker:
             _drop_gradients(whole)
             self._gradients.give_back(taken)
         group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
-        hooks = list(optimizer._optimizer_step_post_hooks.values())
         for unit in self.order:
             if go and by_unit:
                 self._step_unit(whole, unit, group_of, fuses=job.in_half_precision)
             if by_unit:
                 self._gradients.clear(unit)
-            if not hooks:
-                self._store.publish(unit)
+            self._store.publish(unit)
         if go:
             self._write_back(job, whole)
-            for hook in hooks:
-                hook(optimizer, (), {})
-        if hooks:  # they may change parameters, too
-            for unit in self.order:
-                self._store.publish(unit)
         _drop_gradients(whole)
         if job.after_step is not None:
             job.after_step()
