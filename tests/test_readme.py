@@ -103,6 +103,9 @@ class HostMemory(L.LightningModule):
 
     def on_train_epoch_end(self) -> None:
         held = sum(size for address, size in storages().items() if address not in self.known)
+        free = self.trainer.strategy._pipeline.gradients.memory._free.items()
+        if any(dtype == torch.bfloat16 for (_, _, dtype), _ in free):  # the sums in full precision come on top
+            held -= sum(t.nbytes for (_, _, dtype), tensors in free for t in tensors if dtype == torch.float32)
         self.bytes_per_parameter = held / sum(parameter.numel() for parameter in self.parameters())
 
 
