@@ -45,12 +45,13 @@ class Measured:
         """Measures a layer's forward on a device."""
         return self._call(device, self.forward[layer])
 
-    def backward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
-        """Measures a layer's backward, with the recompute if there is one."""
-        return self._call(device, self.backward[layer])
+    def backward_call(self, device: int, layer: int, *, recomputes: bool) -> AbstractContextManager[None]:
+        """Measures a layer's backward, with the recompute. If there is none, one is counted that takes as long as the
+        forward, so that costs do not depend on the stages that the layers are in."""
+        return self._call(device, self.backward[layer], 0.0 if recomputes else self.forward[layer].mean)
 
     @contextmanager
-    def _call(self, device: int, costs: Costs) -> Iterator[None]:
+    def _call(self, device: int, costs: Costs, besides: float = 0.0) -> Iterator[None]:
         start = time.perf_counter()
         try:
             yield
@@ -58,7 +59,7 @@ class Measured:
             seconds = time.perf_counter() - start
             self.use[device].busy_seconds += seconds
             self.use[device].calls += 1
-            costs.add(seconds)
+            costs.add(seconds + besides)
 
     @contextmanager
     def busy(self, device: int) -> Iterator[None]:

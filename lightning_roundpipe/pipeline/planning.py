@@ -9,7 +9,7 @@ from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.schedules import Scheduler
 
 _CHANGE = 0.1
-"""By what share of the whole the costs must have changed for another plan."""
+"""By how much the layers' shares of the costs must have changed, all together, for another plan."""
 
 
 class Planning:
@@ -74,14 +74,16 @@ class Planning:
     def _consider(self, calls: tuple[int, ...], microbatches: int) -> None:
         """Begins a search where calls, microbatches or costs have changed since the last one."""
         forward, backward = self._measured.costs_of(calls)
-        costs = [*forward, *backward]
-        if self._searching or not self._scheduler.can_be_planned or not sum(costs):
+        total = sum(forward) + sum(backward)
+        if self._searching or not self._scheduler.can_be_planned or not total:
             return
+        # Where everything takes longer, for there are others on the machine, say, the same stages are best.
+        shares = [cost / total for cost in (*forward, *backward)]
         if self._planned is not None:
-            change = sum(abs(a - b) for a, b in zip(costs, self._planned[2], strict=False))
-            if self._planned[:2] == (calls, microbatches) and change < _CHANGE * sum(costs):
+            change = sum(abs(a - b) for a, b in zip(shares, self._planned[2], strict=False))
+            if self._planned[:2] == (calls, microbatches) and change < _CHANGE:
                 return
-        self._planned = calls, microbatches, costs
+        self._planned = calls, microbatches, shares
         self._searching = True
         self._thread = self._thread or WorkThread("roundpipe-planner")
         self._thread.submit(lambda: self._search(calls, forward, backward, microbatches), lambda: None)
