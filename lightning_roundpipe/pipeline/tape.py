@@ -703,8 +703,8 @@ def _edges(entered: Sequence[Tensor]) -> list[GradientEdge]:
     return [GradientEdge(node, tensor.output_nr, alive) for tensor in entered]
 
 
-_OF_CALL: Any = _CallNode._backward_cls  # type: ignore[attr-defined]
-_OF_LEAF: Any = torch._C._functions.AccumulateGrad
+_OF_CALL: Any = _CallNode._backward_cls
+_OF_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def _has_graph(value: Any) -> bool:
