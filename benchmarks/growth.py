@@ -58,8 +58,9 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def per_call(layers: int, microbatches: int, unused: int = 0, batches: int = 15) -> float:
-    """Microseconds of processor time."""
+def per_call(layers: int, microbatches: int, unused: int = 0, batches: int = 5) -> float:
+    """Microseconds of processor time, over so many batches, and more of small ones."""
+    batches = max(batches, min(20, 2000 // (2 * layers * microbatches)))
     given = Batches(torch.ones(microbatches, 1), SETTLING + batches + 1, time.process_time)
     train(Model(layers, unused), given, RoundPipeStrategy(microbatches, split="step"), 2)
     used = [after - before for before, after in pairwise(given.notes[SETTLING:])]
@@ -75,7 +76,7 @@ def set_up(layers: int) -> float:
 
 
 def measure(
-    rounds: int = 3, batches: int = 15, shapes: Sequence[tuple[int, int]] = SHAPES, layers: int = 1000
+    rounds: int = 3, batches: int = 5, shapes: Sequence[tuple[int, int]] = SHAPES, layers: int = 1000
 ) -> list[Row]:
     torch.set_num_threads(1)
     unused = (*shapes[1], 1000)
