@@ -9,10 +9,10 @@ import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 RESULTS = Path(__file__).parent / "results"
+Name = TypeVar("Name", bound=Hashable)
 FIRST = 3
 """Batches that are not counted: whatever happens for the first time is slow."""
 
@@ -174,11 +175,11 @@ def train(module: L.LightningModule, batches: Any, strategy: Any, devices: int =
     return trainer
 
 
-def alternate(contestants: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, float]:
+def alternate(contestants: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, float]:
     """Runs each in turn, round after round, and returns the median of what each has returned: a neighbour on the
     machine then slows all of them, and not one.
     """
-    found: dict[str, list[float]] = {name: [] for name in contestants}
+    found: dict[Name, list[float]] = {name: [] for name in contestants}
     for _ in range(rounds):
         for name, contestant in contestants.items():
             found[name].append(contestant())

@@ -16,86 +16,15 @@ from typing import Any
 import torch
 from rich import print as show
 from rich.table import Table
-from torch import Tensor, nn
-from torch.overrides import wrap_torch_function
+from sleeping import Sleepers
 
 from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.runtime import Pipeline
-from lightning_roundpipe.pipeline.weight_gradients import OPERATIONS, Operation
 from lightning_roundpipe.schedules import NAMES, Schedule, Scheduler
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.simulate import simulate
 
 TARGET = 0.05
-
-
-class _Sleeps(torch.autograd.Function):
-    """Takes its time in the forward, and twice that in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, gradient.sum().reshape(1), None
-
-
-@wrap_torch_function(lambda x, weight, seconds: (x,))
-def sleeping(x: Tensor, weight: Tensor, seconds: float) -> Tensor:
-    result: Tensor = _Sleeps.apply(x, weight, seconds)
-    return result
-
-
-class _SleepingOperation(Operation):
-    """The same in two halves: the gradient of the input, and of the weight."""
-
-    names = ("x", "weight", "seconds")
-
-    def __init__(self, weight: Tensor, seconds: float) -> None:
-        self.weight, self.bias, self._seconds = weight, None, seconds
-
-    def takes(self, x: Tensor) -> bool:
-        return True
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self._seconds)
-        return x * self.weight.detach()
-
-    def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
-        time.sleep(self._seconds)
-        return gradient.clone()
-
-    def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(self._seconds)
-        return gradient.sum().reshape(1), None
-
-
-OPERATIONS[sleeping] = _SleepingOperation
-
-
-class Layer(nn.Module):
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        return sleeping(x, self.weight, self.seconds)
-
-
-class Model(nn.Module):
-    def __init__(self, layers: int, seconds: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(seconds) for _ in range(layers))
-
-    def loss(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x.mean()
 
 
 class Given(Scheduler):
@@ -115,10 +44,10 @@ class Given(Scheduler):
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Busy share of the devices in one batch: measured (the median of some) and simulated."""
     m, seconds = options.microbatches, options.milliseconds / 1000
-    model = Model(options.layers, seconds)
+    model = Sleepers([seconds] * options.layers)
     scheduler = Given(name, options.devices)  # type: ignore[arg-type]
     pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(options.devices)], scheduler=scheduler)
-    steps = [partial(model.loss, torch.ones(1, 1)) for _ in range(m)]
+    steps = [partial(model.training_step, torch.ones(1, 1)) for _ in range(m)]
     pipeline.start_batch(steps[:2], [0.5] * 2, lambda: 1.0)  # runs serially, to show what the layers are like
     pipeline.start_batch(steps, [1 / m] * m, lambda: 1.0)
     pipeline.wait_backward()

@@ -20,7 +20,8 @@ class LayerRow:
         forward_stage: The forward stages that it is in: several if it is called several times.
         backward_stage: The same for the backward.
         forward_ms: Mean milliseconds of a call's forward for one microbatch. The first batch is not measured.
-        backward_ms: The same for the backward, with the recomputation, which the last stage does not need.
+        backward_ms: The same for the backward, with the recomputation, which is estimated for the last stage, for that
+            needs none.
     """
 
     name: str

@@ -29,6 +29,7 @@ from torchmetrics import Metric
 from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import CpuDevice
+from lightning_roundpipe.garbage import SparedObjects
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
@@ -160,6 +161,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
         self._between: UseBetweenBatches | None = None
+        self._spared: SparedObjects | None = None
         self._settled = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
@@ -321,6 +323,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._communicates = False
         self._gradients_unused = False
         self._decided = None
+        self._spared = SparedObjects()
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
@@ -341,6 +344,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if worker is not None:
             with suppress(Cancelled):  # steps of batches before a failed one are still made
                 worker.wait_idle()
+        if self._spared is not None:
+            self._spared.release()
+            self._spared = None
         self._report = self._make_report(pipeline)
         self._last_state = None if pipeline.monitor.failure is not None else state
         pipeline.close()

@@ -31,6 +31,19 @@ def test_schedules(name: str, benchmark: Any) -> None:
     assert row["measured_seconds"] > row["simulated_seconds"] > 0
 
 
+def test_scheduling(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = benchmark("scheduling")
+    monkeypatch.setattr(module, "BLOCKS", {2: 3})
+    monkeypatch.setattr(module, "SETTLING", 1)
+    rows = module.measure(batches=2, only=(2,))
+    assert len(rows) == 2 and all(0 < row.measured < 1 for row in rows)
+
+
+def test_growth(benchmark: Any) -> None:
+    rows = benchmark("growth").measure(rounds=1, batches=2, shapes=((2, 2), (3, 2), (3, 3)), layers=4)
+    assert len(rows) == 7 and all(row.measured > 0 for row in rows)
+
+
 def test_overhead(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = benchmark("overhead")
     monkeypatch.setattr(module, "MODELS", ((2, 64, 8, 0.0),))

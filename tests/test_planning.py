@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +31,7 @@ class Noted(Scheduler):
         self.searched: list[tuple[Any, ...]] = []
 
     def plan(self, *args: Any) -> tuple[Partition, int]:
-        self.searched.append(args)
+        self.searched.append(args[:4])
         return super().plan(*args)
 
 
@@ -73,6 +74,7 @@ def searched_at_once(monkeypatch: pytest.MonkeyPatch, scheduler: Scheduler, stal
             then()
 
     monkeypatch.setattr("lightning_roundpipe.pipeline.planning.WorkThread", Inline)
+    monkeypatch.setattr("lightning_roundpipe.pipeline.planning.monotonic", lambda: 0.0)  # and take no time
     return Asked(scheduler, staleness)
 
 
@@ -109,6 +111,38 @@ def test_searched_again_when_something_has_changed(monkeypatch: pytest.MonkeyPat
         before = len(scheduler.searched)
         planning.consider(*changed)
         assert len(scheduler.searched) - before == again, changed
+
+
+def test_costs_in_the_same_proportions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with others on it is slower, and the same stages are best."""
+    scheduler = Noted("roundpipe", 2)
+    planning = searched_at_once(monkeypatch, scheduler)
+    planning.consider(CALLS, FORWARD, BACKWARD, 5)
+    planning.consider(CALLS, [3 * cost for cost in FORWARD], [3 * cost for cost in BACKWARD], 5)
+    assert len(scheduler.searched) == 1
+
+
+def test_rests_between_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Costs that are never the same are not searched for all the time; other calls are, at once."""
+    scheduler = Noted("roundpipe", 2)
+    planning = searched_at_once(monkeypatch, scheduler)
+    now = [0.0]
+
+    def reads_a_clock() -> float:  # a search reads it twice, and so takes a second
+        now[0] += 1
+        return now[0]
+
+    monkeypatch.setattr("lightning_roundpipe.pipeline.planning.monotonic", reads_a_clock)
+    searched_at = []
+    for batch in range(60):
+        before = len(scheduler.searched)
+        planning.consider(CALLS, [cost * (1 + batch % 2) for cost in FORWARD], BACKWARD, 5)
+        if len(scheduler.searched) > before:
+            searched_at.append(batch)
+    rests = [later - earlier for earlier, later in pairwise(searched_at)]
+    assert len(rests) > 2 and all(later >= 1.5 * earlier for earlier, later in pairwise(rests)), rests
+    planning.consider(CALLS, FORWARD, BACKWARD, 4)
+    assert len(scheduler.searched) == len(searched_at) + 1
 
 
 def test_slow_drift_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,7 @@
 """A virtual device: a share of the CPU's cores. Parameters and activations are in place already."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -31,12 +31,11 @@ class CpuDevice(Device):
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         return copy_with_strides(tensor) if copy else tensor
 
-    @contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> AbstractContextManager[None]:
         # OpenMP's thread count belongs to the calling thread: no other device and no user code is affected.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
-        yield
+        return nullcontext()
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:

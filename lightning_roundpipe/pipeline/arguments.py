@@ -23,6 +23,9 @@ _LEAF_TYPES = (
 )  # fmt: skip
 
 
+_PLAIN_TYPES = {tuple, list, dict}
+
+
 class _Leaf:
     __slots__ = ("index",)
 
@@ -62,7 +65,7 @@ class Structure:
         self._root = self._take(tree)
 
     def _take(self, item: Any) -> _Leaf | _Node:
-        if isinstance(item, _LEAF_TYPES):
+        if type(item) not in _PLAIN_TYPES and isinstance(item, _LEAF_TYPES):
             return self._leaf(item)
         if self._known and id(item) in self._known:
             return self._leaf(self._known[id(item)])
@@ -99,6 +102,10 @@ class Structure:
         made: dict[int, Any] = {}
         tree = _build(self._root, leaves, made)
         return tree, Built(self._nodes, made)
+
+    def tree(self, leaves: Sequence[Any]) -> Any:
+        """The tree alone."""
+        return _build(self._root, leaves, {})
 
 
 class Built:
@@ -140,11 +147,11 @@ class Built:
                 _set_attributes(original, contents)
 
 
-def _contents(item: Any) -> tuple[list[Any] | None, list[Any]] | None:
+def _contents(item: Any) -> tuple[list[Any] | None, Sequence[Any]] | None:
     """Keys (None for sequences) and values of a container; None for what is no container."""
     if isinstance(item, (list, tuple)):
-        return None, list(item)
-    if isinstance(item, Mapping):
+        return None, item
+    if isinstance(item, (dict, Mapping)):
         return list(item), list(item.values())
     if callable(item) or not _is_written_in_python(type(item)):
         return None
@@ -193,7 +200,7 @@ def _set_attributes(item: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
-    if isinstance(node, _Leaf):
+    if type(node) is _Leaf:
         return leaves[node.index]
     if node.index in made:
         return made[node.index]
@@ -211,7 +218,9 @@ def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
     new = _empty_like(original)
     made[node.index] = new
     values = {key: _build(child, leaves, made) for key, child in zip(node.keys, node.children, strict=True)}
-    if isinstance(original, OrderedDict) and hasattr(original, "__dataclass_fields__"):
+    if type(original) is dict:
+        new.update(values)
+    elif isinstance(original, OrderedDict) and hasattr(original, "__dataclass_fields__"):
         # transformers' ModelOutput: attributes and keys are two views of the same values.
         for key, value in values.items():
             OrderedDict.__setitem__(new, key, value)
@@ -263,7 +272,7 @@ def _mutable(item: Any) -> bool:
 def _values(item: Any) -> list[Any]:
     if isinstance(item, list):
         return list(item)
-    contents: Mapping[Any, Any] = item if isinstance(item, Mapping) else _attributes(item)
+    contents: Mapping[Any, Any] = item if isinstance(item, (dict, Mapping)) else _attributes(item)
     return [part for pair in contents.items() for part in pair]
 
 

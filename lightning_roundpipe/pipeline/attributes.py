@@ -67,6 +67,16 @@ class Use:
         return (bool(self.read) or not watched) and not (self.read | self.written) <= {_BEGINNING}
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What a module had when a microbatch took the baton."""
+
+    attributes: dict[str, Any]
+    buffers: dict[str, Tensor | None]
+    tensors: list[tuple[Key, Tensor]]
+    """Which the code may change in place."""
+
+
 class ModuleAttributes:
     """Swaps attributes along with the baton.
 
@@ -95,6 +105,7 @@ class ModuleAttributes:
         self._uses: dict[Key, Use] = {}
         self._made_anew: set[Key] = set()
         """Attributes that each step of the first batch set before it read them, so that nothing goes on from them."""
+        self._found_last: dict[int, _Found] = {}
         self._watched = {id(module): module for module in can_be_watched(root)}
         self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
@@ -129,9 +140,15 @@ class ModuleAttributes:
             if (module, name) not in microbatch.attributes:
                 _put(self._modules[module], name, _left_before(microbatch, (module, name), before))
         watched = self._modules if batch.records else {**self._outside, **self._inside}
-        microbatch.seen = {number: (module, dict(module.__dict__)) for number, module in watched.items()}
+        found = {number: (module, self._found(number, module)) for number, module in watched.items()}
+        microbatch.seen = {number: (module, each.attributes) for number, (module, each) in found.items()}
         if not batch.serial:
-            microbatch.versions = self._versions()
+            microbatch.versions = [
+                (key, tensor, tensor._version)
+                for number, (_, each) in found.items()
+                if number in self._outside
+                for key, tensor in each.tensors
+            ]
         if batch.records:
             microbatch.contents = self._contents()
             microbatch.accesses.read.clear()
@@ -178,7 +195,8 @@ class ModuleAttributes:
         if microbatch.batch.microbatches > 1:
             self._note_change(microbatch, key, before, microbatch.stretch - 1)  # where the layer ran
             if id(module) in microbatch.seen:  # the code between layers has not done it
-                microbatch.seen[id(module)][1][name] = value
+                _, seen = microbatch.seen[id(module)]
+                microbatch.seen[id(module)] = module, {**seen, name: value}
             if microbatch.batch.records:
                 self._use(key).set_by_layers = True
             began = found.get(name, _MISSING)
@@ -200,6 +218,7 @@ class ModuleAttributes:
 
     def end_batch(self, batch: Batch) -> None:
         """Leaves attributes as if the microbatches had run one after the other."""
+        self._found_last.clear()
         for microbatch in batch.runs:
             for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
                 _put(self._modules[module], name, value)
@@ -253,15 +272,19 @@ class ModuleAttributes:
             " Keep such values out of training_step, or train with RoundPipeStrategy(microbatches=1)."
         )
 
-    def _versions(self) -> list[tuple[Key, Tensor, int]]:
-        """Tensors of modules between layers, which the code there may change in place."""
-        return [
-            ((number, name), tensor, tensor._version)
-            for number, module in self._outside.items()
-            for items in (module._buffers, module.__dict__)
-            for name, tensor in items.items()
-            if isinstance(tensor, Tensor) and not tensor.is_inference()
-        ]
+    def _found(self, number: int, module: nn.Module) -> "_Found":
+        """What a module has now. The same object as long as nothing has changed: the baton goes round all the time."""
+        found = self._found_last.get(number)
+        buffers = module._buffers
+        if found is None or not (same_items(module.__dict__, found.attributes) and same_items(buffers, found.buffers)):
+            tensors = [
+                ((number, name), tensor)
+                for items in (buffers, module.__dict__)
+                for name, tensor in items.items()
+                if isinstance(tensor, Tensor) and not tensor.is_inference()
+            ]
+            found = self._found_last[number] = _Found(dict(module.__dict__), dict(buffers.items()), tensors)
+        return found
 
     def _contents(self) -> dict[Key, tuple[Any, list[Any]]]:
         """What may be changed in place: in attributes and buffers of all modules, and what their code names besides."""

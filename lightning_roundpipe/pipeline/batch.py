@@ -14,7 +14,7 @@ from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.replica import NormStatistics
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.pipeline.tape import Call
-from lightning_roundpipe.pipeline.turnstile import Monitor
+from lightning_roundpipe.pipeline.turnstile import Monitor, Place
 from lightning_roundpipe.pipeline.watching import Accesses, Key
 from lightning_roundpipe.schedules import Action
 from lightning_roundpipe.schedules.schedule import Kind
@@ -37,7 +37,7 @@ class Microbatch:
         """The last stage that was entered, forward and backward stages counted on."""
         self.ticket: tuple[int, Action] | None = None
         self.device = 0
-        self.place: threading.Condition | None = None
+        self.place: Place | None = None
         self.in_backward = False
         self.before_compiling: RandomState | None = None
         """Set while it holds the baton because something was compiled in its present call."""

@@ -75,13 +75,13 @@ class LayerCalls(CallOwner):
             )
         batch, store = microbatch.batch, self._store
         batch.recomputes |= in_checkpoint()
-        call, grad = self._make_call(microbatch, layer, args, kwargs)
-        leaves = call.parameters
-        number = len(microbatch.calls)
-        microbatch.calls.append(call)
-        microbatch.sequence.append(layer.index)
-        self._handover.release(microbatch)
         with handling_no_calls(), microbatch.outside.paused():
+            call, grad = self._make_call(microbatch, layer, args, kwargs)
+            leaves = call.parameters
+            number = len(microbatch.calls)
+            microbatch.calls.append(call)
+            microbatch.sequence.append(layer.index)
+            self._handover.release(microbatch)
             stage = microbatch.stage
             self._turns.enter_forward(microbatch, call)
             device = self._devices[microbatch.device]
@@ -141,8 +141,8 @@ class LayerCalls(CallOwner):
                 " recompute could not draw them again. Checkpoint nothing but whole layers (the pipeline recomputes"
                 " them anyway), or train with RoundPipeStrategy(microbatches=1)."
             )
-        call, grad = self._make_call(microbatch, layer, args, kwargs)
         with handling_no_calls(), microbatch.outside.paused():
+            call, grad = self._make_call(microbatch, layer, args, kwargs)
             run = call.run(self._devices[microbatch.device], Mode.DROP if grad else Mode.PLAIN)
             escaped = call.link(run, self, microbatch.token)
         self._deliver(microbatch, call, run, escaped)
@@ -195,7 +195,7 @@ class LayerCalls(CallOwner):
         batch = microbatch.batch
         state = layer.attributes()
         attributes = [state.dicts[i][key] for i, key in state.inputs]
-        arguments = Structure((args, kwargs, attributes))
+        arguments = Structure((args, kwargs, *attributes))
         arguments.leaves = [microbatch.outside.replace(leaf) for leaf in arguments.leaves]
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         grad = grad and (

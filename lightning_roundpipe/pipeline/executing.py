@@ -103,7 +103,8 @@ class Executor:
         if traits.sets_generator or (alone and call.kept is None):
             self._handover.take(microbatch)
             before = RandomState.capture()
-        with self._measured.backward_call(microbatch.device, call.layer.index), _noting_sets(call):
+        measured = self._measured.backward_call(microbatch.device, call.layer.index, recomputes=call.kept is None)
+        with measured, _noting_sets(call):
             result = call.backward(device, gradients, parameters=parameters, defers=defers)
         if before is not None:
             before.restore()

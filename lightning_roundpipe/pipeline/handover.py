@@ -4,7 +4,6 @@ Who holds it runs the user's code. The random generators of the process, and the
 modules, are then as that microbatch has left them.
 """
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,7 +13,7 @@ from torch import Tensor
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
-from lightning_roundpipe.pipeline.turnstile import Baton, Monitor
+from lightning_roundpipe.pipeline.turnstile import Baton, Monitor, Place
 
 
 class Handover:
@@ -38,11 +37,11 @@ class Handover:
         self._swaps_everything = False
         """Whether the code between layers draws from Python's or NumPy's generator."""
 
-    def request(self) -> threading.Condition:
+    def request(self) -> Place:
         """A place in the queue for the baton; see :class:`Baton`."""
         return self._baton.request()
 
-    def take(self, microbatch: Microbatch, place: threading.Condition | None = None) -> None:
+    def take(self, microbatch: Microbatch, place: Place | None = None) -> None:
         """Waits for the baton, by default at the end of the queue."""
         place = place or self._baton.request()
         self._baton.take(place, microbatch.batch.number)
@@ -151,9 +150,12 @@ class Handover:
             torch.default_generator.set_state(microbatch.backward_random_state)
 
     def _swap_out_backward(self, microbatch: Microbatch) -> None:
-        now, outside = torch.default_generator.get_state(), microbatch.outside_random_state
+        outside = microbatch.outside_random_state
+        if outside is None:
+            return
+        now = torch.default_generator.get_state()
         microbatch.outside_random_state = microbatch.backward_random_state = None
-        if outside is not None and not torch.equal(now, outside):
+        if not torch.equal(now, outside):
             self.backward_draws = True
             microbatch.backward_random_state = now
             torch.default_generator.set_state(outside)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode_temporarily
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 
 from lightning_roundpipe.pipeline.compiling import compiled_function
 from lightning_roundpipe.pipeline.replica import Layer
@@ -44,15 +44,15 @@ def handling_calls(handler: CallHandler) -> Iterator[None]:
         _current.handler = None
 
 
-@contextmanager
-def handling_no_calls() -> Iterator[None]:
+class handling_no_calls:  # a class, and no generator, because it is entered in every call
     """Lets layers that are called from within a layer run as they are."""
-    handler = _current.handler
-    _current.handler = None
-    try:
-        yield
-    finally:
-        _current.handler = handler
+
+    def __enter__(self) -> None:
+        self._handler = _current.handler
+        _current.handler = None
+
+    def __exit__(self, *exc: object) -> None:
+        _current.handler = self._handler
 
 
 @contextmanager
@@ -261,18 +261,9 @@ class OutsideParameters(TorchFunctionMode):
         self.only_if: Callable[[], bool] | None = None
         """When to replace at all, if not always: in the backward, only in what a checkpoint runs again."""
 
-    @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> "_Paused":
         """Replaces nothing for a while: inside layers."""
-        if _get_current_function_mode() is self:
-            with _pop_mode_temporarily():
-                yield
-            return
-        self._paused = True  # a mode of the user's own lies above this one on the stack
-        try:
-            yield
-        finally:
-            self._paused = False
+        return _Paused(self)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -335,6 +326,24 @@ class OutsideParameters(TorchFunctionMode):
         if type(item) in (list, tuple) and any_parameter(item, self._owns):
             return type(item)(self.replace(part, used) for part in item)
         return item
+
+
+class _Paused:
+    def __init__(self, mode: OutsideParameters) -> None:
+        self._mode = mode
+
+    def __enter__(self) -> None:
+        self._on_top = _get_current_function_mode() is self._mode
+        if self._on_top:
+            _pop_mode()
+        else:
+            self._mode._paused = True  # a mode of the user's own lies above this one on the stack
+
+    def __exit__(self, *exc: object) -> None:
+        if self._on_top:
+            _push_mode(self._mode)
+        else:
+            self._mode._paused = False
 
 
 def any_parameter(items: Iterable[Any], owns: Callable[[object], bool]) -> bool:

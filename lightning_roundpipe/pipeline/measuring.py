@@ -28,6 +28,20 @@ class DeviceUse:
     calls: int = 0
 
 
+class _TimedCall:
+    def __init__(self, use: DeviceUse, costs: Costs, besides: float) -> None:
+        self._use, self._costs, self._besides = use, costs, besides
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        seconds = time.perf_counter() - self._start
+        self._use.busy_seconds += seconds
+        self._use.calls += 1
+        self._costs.add(seconds + self._besides)
+
+
 class Measured:
     """The costs of all layers, and the use of all devices.
 
@@ -45,20 +59,13 @@ class Measured:
         """Measures a layer's forward on a device."""
         return self._call(device, self.forward[layer])
 
-    def backward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
-        """Measures a layer's backward, with the recompute if there is one."""
-        return self._call(device, self.backward[layer])
+    def backward_call(self, device: int, layer: int, *, recomputes: bool) -> AbstractContextManager[None]:
+        """Measures a layer's backward, with the recompute. If there is none, one is counted that takes as long as the
+        forward, so that costs do not depend on the stages that the layers are in."""
+        return self._call(device, self.backward[layer], 0.0 if recomputes else self.forward[layer].mean)
 
-    @contextmanager
-    def _call(self, device: int, costs: Costs) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - start
-            self.use[device].busy_seconds += seconds
-            self.use[device].calls += 1
-            costs.add(seconds)
+    def _call(self, device: int, costs: Costs, besides: float = 0.0) -> "_TimedCall":
+        return _TimedCall(self.use[device], costs, besides)
 
     @contextmanager
     def busy(self, device: int) -> Iterator[None]:

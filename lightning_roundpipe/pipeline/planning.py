@@ -1,6 +1,7 @@
 """Which plan the next batch has: by the calls that the last one made, and by the costs that are measured."""
 
 from collections.abc import Callable, Sequence
+from time import monotonic, sleep
 
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.measuring import Measured
@@ -9,13 +10,17 @@ from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.schedules import Scheduler
 
 _CHANGE = 0.1
-"""By what share of the whole the costs must have changed for another plan."""
+"""By how much the layers' shares of the costs must have changed, all together, for another plan."""
+_PAUSE = 1e-4
+"""Seconds for which a search gives way after each trial: else it would hold the interpreter for 5 ms at a time."""
 
 
 class Planning:
     """Makes plans at once where there must be one, and better ones in the background, in a thread of its own.
 
-    No number depends on the plan, so it does not matter which batch is the first to have a new one.
+    No number depends on the plan, so it does not matter which batch is the first to have a new one. A search takes
+    processor time from the batches, and measured costs are never quite the same, so it rests after each search twice as
+    long as the time before, but for changes of the calls.
 
     Args:
         scheduler: What searches.
@@ -35,6 +40,8 @@ class Planning:
         self._failed = failed
         self._thread: WorkThread | None = None
         self._searching = False
+        self._rest = 0.0
+        self._rests_until = 0.0
         self._found: Plan | None = None
         self._planned: tuple[tuple[int, ...], int, list[float]] | None = None
 
@@ -74,24 +81,32 @@ class Planning:
     def _consider(self, calls: tuple[int, ...], microbatches: int) -> None:
         """Begins a search where calls, microbatches or costs have changed since the last one."""
         forward, backward = self._measured.costs_of(calls)
-        costs = [*forward, *backward]
-        if self._searching or not self._scheduler.can_be_planned or not sum(costs):
+        total = sum(forward) + sum(backward)
+        if self._searching or not self._scheduler.can_be_planned or not total:
             return
-        if self._planned is not None:
-            change = sum(abs(a - b) for a, b in zip(costs, self._planned[2], strict=False))
-            if self._planned[:2] == (calls, microbatches) and change < _CHANGE * sum(costs):
+        # Where everything takes longer, for there are others on the machine, say, the same stages are best.
+        shares = [cost / total for cost in (*forward, *backward)]
+        if self._planned is not None and self._planned[:2] == (calls, microbatches):
+            change = sum(abs(a - b) for a, b in zip(shares, self._planned[2], strict=True))
+            if change < _CHANGE or monotonic() < self._rests_until:
                 return
-        self._planned = calls, microbatches, costs
+        self._planned = calls, microbatches, shares
         self._searching = True
         self._thread = self._thread or WorkThread("roundpipe-planner")
         self._thread.submit(lambda: self._search(calls, forward, backward, microbatches), lambda: None)
 
     def _search(self, calls: tuple[int, ...], forward: list[float], backward: list[float], microbatches: int) -> None:
+        start = monotonic()
         try:
-            partition, lanes = self._scheduler.plan(forward, backward, microbatches, self._staleness)
+            partition, lanes = self._scheduler.plan(
+                forward, backward, microbatches, self._staleness, lambda: sleep(_PAUSE)
+            )
             self._found = Plan.make(calls, partition, lanes)
         except BaseException as error:
             error.add_note("roundpipe: while planning stages")
             self._failed(error)
         finally:
+            now = monotonic()
+            self._rest = max(2 * self._rest, now - start)
+            self._rests_until = now + self._rest
             self._searching = False

@@ -40,6 +40,7 @@ from lightning_roundpipe.pipeline.watching import (
 )
 
 _EMPTY = types.CellType()
+_NONE: frozenset[int] = frozenset()
 _TENSOR_DICTS = ("_parameters", "_buffers", "_modules")
 
 
@@ -245,7 +246,7 @@ class Layer:
 
     def norms(self, *, training: bool) -> frozenset[int]:
         """The modules with running statistics of batches, by index, that update them (or else read them)."""
-        return frozenset(i for i in self._norms if self.modules[i].training == training)
+        return frozenset(i for i in self._norms if self.modules[i].training == training) if self._norms else _NONE
 
     def state_versions(self, state: AttributeState, without: frozenset[int] = frozenset()) -> list[tuple[int, int]]:
         """Identity and version of each buffer and plain tensor attribute, but for the buffers of some modules."""

@@ -242,7 +242,8 @@ class Pipeline:
             if batch.serial and not batch.deferred:
                 self.gradients.settle(rounds=rounds_gradients)
                 trim()
-        if any(layer.traits.writes_state and layer.index in repeated(sequences) for layer in self.layers):
+        with_state = {layer.index for layer in self.layers if layer.traits.writes_state}
+        if with_state and not with_state.isdisjoint(repeated(sequences)):
             self.run_serially("a layer that writes its own state is called several times in a step")
         if not batch.splits_calls:  # each call has a plan of its own
             self._planning.follow(batch, sequences)

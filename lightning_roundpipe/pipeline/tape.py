@@ -5,6 +5,7 @@ of the calls, with skip connections, shared layers, hooks and several backward p
 """
 
 import contextvars
+import functools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+from torch.autograd.graph import GradientEdge, Node
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Built, Structure
@@ -88,8 +89,9 @@ class Escaped:
 
     __slots__ = ("argument_changes", "attribute_changes", "held", "hook_calls", "output")
 
-    def __init__(self, parts: tuple[Any, Any, Any, Any, Any, Any]) -> None:
-        self.output, self.hook_calls, self.attribute_changes, self.argument_changes, _, self.held = parts
+    def __init__(self, parts: tuple[Any, ...]) -> None:
+        self.output, *others = parts
+        self.hook_calls, self.attribute_changes, self.argument_changes, _, self.held = others or [()] * 5
 
     def ways(self, layer: Layer) -> set[str]:
         """How tensors came out of the layer besides being returned."""
@@ -275,10 +277,9 @@ class Call:
             new[i] = given[argument]
         self._watch_aliases([new[i] for i in self.differentiable], given)
         self.arguments.leaves = []  # the saved inputs are all that is kept
-        parts, _ = run.structure.build(new)
+        escaped = Escaped(run.structure.tree(new))
         if self.kept is None:
             run.structure.leaves = []
-        escaped = Escaped(parts)
         if self.record:
             self.layer.traits.escapes |= escaped.ways(self.layer)
         return escaped
@@ -342,9 +343,10 @@ class Call:
                 self._saved.append(leaf)
                 continue
             copy = self.is_new or i in self.layer.traits.changed_inputs
-            self._saved.append(device.keep_input(leaf.detach(), copy=copy))
+            detached = leaf.detach()
+            self._saved.append(device.keep_input(detached, copy=copy))
             if not leaf.is_inference() and (self.is_new or not copy):
-                self._versions.append((i, leaf.detach(), leaf._version))
+                self._versions.append((i, detached, leaf._version))
 
     def _check_inputs_after_run(self) -> None:
         for i, tensor, version in self._versions:
@@ -570,9 +572,8 @@ class Call:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
-                    token = torch.empty(0, requires_grad=True)
-                    entered = _EnterCall.apply(self.label, token, *(inputs[i] for i in self.gradient_inputs))
-                    edges = [get_gradient_edge(tensor) for tensor in entered]
+                    entered = _EnterCall.apply(self.label, _LEAF, *(inputs[i] for i in self.gradient_inputs))
+                    edges = _edges(entered)
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
                 versions = [
@@ -588,7 +589,7 @@ class Call:
             if not first:
                 self._put_random_state()
                 stack.enter_context(self.deferred or nullcontext())
-            (args, kwargs, attributes), built = self.arguments.build(inputs)
+            (args, kwargs, *attributes), built = self.arguments.build(inputs)
             replica.load(
                 self.state,
                 attributes,
@@ -615,7 +616,8 @@ class Call:
                 )
             changed_inputs = [inputs[i] for i in changed]
             held = replica.held_gradients()
-            escaped = (output, hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
+            others = (hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
+            escaped = (output, *others) if any(others) else (output,)
             return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed, held)
 
     def _put_random_state(self) -> None:
@@ -647,7 +649,6 @@ class _CallNode(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.call = call
         ctx.owner = owner
-        ctx.token_node = get_gradient_edge(token).node
         ctx.set_materialize_grads(False)
         return tuple(output.detach() for output in outputs)
 
@@ -659,7 +660,8 @@ class _CallNode(torch.autograd.Function):
                 " pipeline. Keep this layer out of it with RoundPipeStrategy(layers=...), or train with"
                 " strategy='auto'."
             )
-        wanted = torch._C._will_engine_execute_node(ctx.token_node)
+        token_node, _ = ctx.next_functions[0]
+        wanted = torch._C._will_engine_execute_node(token_node)
         inputs = ctx.owner.call_backward(ctx.call, gradients, parameters=wanted)
         return (None, None, None, None, *inputs)
 
@@ -676,6 +678,10 @@ class Enter(torch.autograd.Function):
         return (None, *gradients)
 
 
+_LEAF = torch.empty(0, requires_grad=True)
+"""Makes what a call begins with require gradients. It gets none itself."""
+
+
 class _EnterCall(torch.autograd.Function):
     """The same for a layer call, whose backward ends there: what comes further has left the layer unnoticed."""
 
@@ -687,6 +693,18 @@ class _EnterCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(_escaped(ctx.label))
+
+
+def _edges(entered: Sequence[Tensor]) -> list[GradientEdge]:
+    """The edges of the tensors that a node written in Python has returned, whatever is made of them later."""
+    node = entered[0].grad_fn
+    assert node is not None
+    alive = entered[0].view_as(entered[0]).grad_fn  # in C++, a node keeps those alive that it leads to
+    return [GradientEdge(node, tensor.output_nr, alive) for tensor in entered]
+
+
+_OF_CALL: Any = _CallNode._backward_cls
+_OF_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def _has_graph(value: Any) -> bool:
@@ -742,15 +760,21 @@ def _saving_nothing(label: str) -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
+@functools.cache
+def _device_kinds() -> list[str]:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
+
+
 class AutocastState:
     """The caller's autocast state, to be entered again and again."""
 
     __slots__ = ("_contexts", "_settings")
 
     def __init__(self) -> None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kinds = ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-        self._settings = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds if torch.is_autocast_enabled(kind)]
+        self._settings = [
+            (kind, torch.get_autocast_dtype(kind)) for kind in _device_kinds() if torch.is_autocast_enabled(kind)
+        ]
         self._contexts: list[ExitStack] = []
 
     def half_type(self, kind: str) -> torch.dtype | None:
@@ -759,12 +783,14 @@ class AutocastState:
 
     def __enter__(self) -> None:
         stack = ExitStack()
+        self._contexts.append(stack)
+        if not self._settings and not torch.is_autocast_enabled("cpu"):
+            return
         wanted = {kind for kind, _ in self._settings}
         for kind, dtype in self._settings:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         if "cpu" not in wanted and torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", enabled=False))
-        self._contexts.append(stack)
 
     def __exit__(self, *exc: object) -> None:
         self._contexts.pop().close()
@@ -791,12 +817,12 @@ def graph_leaves(
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "_CallNodeBackward":
+        kind = type(node)
+        if kind is _OF_CALL:
             calls.append(node)
             if not through_calls:
                 continue
-        variable = getattr(node, "variable", None)
-        if variable is not None:
-            leaves.append(variable)
+        elif kind is _OF_LEAF:
+            leaves.append(node.variable)  # type: ignore[attr-defined]
         stack += node.next_functions
     return leaves, calls, used

@@ -137,29 +137,43 @@ class Baton:
 
     def __init__(self, monitor: Monitor) -> None:
         self._monitor = monitor
-        self._queue: deque[threading.Condition] = deque()
+        self._queue: deque[Place] = deque()
 
-    def request(self) -> threading.Condition:
+    def request(self) -> "Place":
+        place = Place()
         with self._monitor.lock:
-            place = self._monitor.condition()
             self._queue.append(place)
-            return place
+        return place
 
-    def take(self, place: threading.Condition, batch: float) -> None:
+    def take(self, place: "Place", batch: float) -> None:
         _handover()
         with self._monitor.lock:
             try:
-                self._monitor.wait_for(place, lambda: self._queue[0] is place, batch)
+                if self._queue[0] is place:
+                    self._monitor.raise_if_failed(batch)
+                    return
+                place.condition = self._monitor.condition()
+                self._monitor.wait_for(place.condition, lambda: self._queue[0] is place, batch)
             except BaseException:
                 self._remove(place)
                 raise
 
-    def release(self, place: threading.Condition) -> None:
+    def release(self, place: "Place") -> None:
         with self._monitor.lock:
             self._remove(place)
         _handover()
 
-    def _remove(self, place: threading.Condition) -> None:
+    def _remove(self, place: "Place") -> None:
         self._queue.remove(place)
-        if self._queue:
-            self._queue[0].notify()
+        if self._queue and (condition := self._queue[0].condition) is not None:
+            condition.notify()
+
+
+class Place:
+    """In the queue for the baton."""
+
+    __slots__ = ("condition",)
+
+    def __init__(self) -> None:
+        self.condition: threading.Condition | None = None
+        """Once its owner waits."""

@@ -1,6 +1,6 @@
 """Chooses the stages, and the number of lanes, that take the least time per batch."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 
@@ -89,6 +89,7 @@ def plan(
     lanes: int | None = 1,
     fused: bool = True,
     memory: Memory | None = None,
+    give_way: Callable[[], None] | None = None,
 ) -> Plan:
     """Searches the plan for RoundPipe with the least time per batch.
 
@@ -105,6 +106,7 @@ def plan(
         lanes: Number of lanes; ``None``: the best one, of those that divide the devices.
         fused: Whether the first backward stage may run forward and backward at once.
         memory: What stages must fit into.
+        give_way: Called after each trial, of which there are thousands, and now and then before the first.
 
     Raises:
         ValueError: A single call does not fit into the memory: the message says which and why. Or one of the numbers is
@@ -119,7 +121,7 @@ def plan(
     options = (
         [lanes] if lanes is not None else [r for r in range(1, min(devices, microbatches) + 1) if devices % r == 0]
     )
-    searches = [_Search(costs, microbatches, devices, staleness, r, fused, memory) for r in options]
+    searches = [_Search(costs, microbatches, devices, staleness, r, fused, memory, give_way) for r in options]
     for search in searches:
         search.look_around(BUDGET // 2 // len(options))
     return min(searches, key=lambda search: search.leaders()[0].time).improve(BUDGET // 2)
@@ -140,6 +142,7 @@ class _Search:
     lanes: int
     fused: bool
     memory: Memory | None
+    give_way: Callable[[], None] | None = None
     budget: int = 0
     seen: dict[Partition, Cost | None] = field(default_factory=dict)
 
@@ -194,6 +197,8 @@ class _Search:
         time, batches = steady_state(partition, self.prefixes, self.costs.hop, self.share, self.width, self.staleness)
         self.seen[partition] = time
         self.budget -= partition.stage_count() * (self.share * batches + 100)
+        if self.give_way is not None:
+            self.give_way()
         return time
 
     def _starts(self) -> Iterator[Partition]:
@@ -206,6 +211,8 @@ class _Search:
                     partition = self._cut(limit, fine, *fronts)
                     if partition not in found:
                         found[partition] = self._estimate(partition)
+            if self.give_way is not None:
+                self.give_way()
         return iter(sorted(found, key=lambda partition: found[partition]))
 
     def _limits(self) -> list[Cost]:

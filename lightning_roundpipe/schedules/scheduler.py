@@ -1,6 +1,6 @@
 """Which stages a batch has and who runs them, batch after batch: by a schedule's name, or by one given as data."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from lightning_roundpipe.schedules.costs import Costs
@@ -74,7 +74,12 @@ class Scheduler:
         return self.keeps_order
 
     def plan(
-        self, forward_costs: Sequence[float], backward_costs: Sequence[float], microbatches: int, staleness: int
+        self,
+        forward_costs: Sequence[float],
+        backward_costs: Sequence[float],
+        microbatches: int,
+        staleness: int,
+        give_way: Callable[[], None] | None = None,
     ) -> tuple[Partition, int]:
         """Searches the stages, and the number of lanes, that take the least time per batch. Takes up to a second.
 
@@ -83,12 +88,20 @@ class Scheduler:
             backward_costs: As for :meth:`partition`.
             microbatches: Number of microbatches of a batch.
             staleness: How many steps the parameters of a batch may be behind.
+            give_way: Called after each trial.
         """
         backward = [max(both - forward, 0.0) for forward, both in zip(forward_costs, backward_costs, strict=True)]
         lanes = None if self._lanes_wanted == "auto" else self._lanes_wanted
         if lanes is not None and lanes > microbatches:
             lanes = 1
-        found = plan(Costs(forward_costs, backward), microbatches, self._devices, staleness=staleness, lanes=lanes)
+        found = plan(
+            Costs(forward_costs, backward),
+            microbatches,
+            self._devices,
+            staleness=staleness,
+            lanes=lanes,
+            give_way=give_way,
+        )
         return found.partition, found.lanes
 
     def check(self, microbatches: int) -> None:
