@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -53,6 +53,8 @@ class Evidence:
     """The weightings that give the whole batch's loss, by name."""
     accumulates: tuple[str, ...] = ()
     """What each run of the step changes anew, so that several microbatches do not leave what one batch does."""
+    unusable: dict[str, Exception] = field(default_factory=dict)
+    """The weightings that cannot be computed for this batch, by name."""
 
     def describe(self) -> str:
         if self.accumulates:
@@ -77,7 +79,8 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
-    candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
+    tried: tuple[LossWeight, ...] = (wanted, "samples", "tokens", count_labels, "sum")
+    candidates = {weight_name(weight): weight for weight in tried} | {weight_name(wanted): wanted}
     ignored = {IGNORED_LABEL}
     evidence = compare(module, batch, cut, loss_of, candidates, ignored)
     if evidence is None or not evidence.fits:
@@ -93,9 +96,8 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
                 fits = moved.fits
                 stack.enter_context(moved_parameters(module))
         for changed, counting in changed_batches(batch, samples, ignored):
-            tried: dict[str, LossWeight] = {**fits, weight_name(counting): counting}
             with suppress(Exception):
-                closer = compare(module, changed, cut, loss_of, tried)
+                closer = compare(module, changed, cut, loss_of, {**fits, weight_name(counting): counting})
                 if closer is not None:
                     fits = closer.fits
         if not fits.keys() <= evidence.fits.keys():  # one that was found last must suit all that came before
@@ -137,10 +139,12 @@ def compare(
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
     parts: dict[str, float] = {}
     fits: dict[str, LossWeight] = {}
+    unusable: dict[str, Exception] = {}
     for name, weight in candidates.items():
         try:
             weights = loss_weights(pieces, sizes, weight)
-        except ValueError:  # no labels or samples to count
+        except Exception as error:  # no labels or samples to count, or whatever a function of the user's raises
+            unusable[name] = error
             continue
         terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
         parts[name] = sum(terms)
@@ -149,7 +153,7 @@ def compare(
             return None
         if abs(parts[name] - float(whole)) <= tolerance * scale and not accumulates:
             fits[name] = weight
-    return Evidence(float(whole), parts, fits, accumulates)
+    return Evidence(float(whole), parts, fits, accumulates, unusable)
 
 
 def _run(

@@ -542,7 +542,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             evidence = compare(module, batch, self._cut, loss_of, {weight_name(weight): weight})
         except Exception:  # the step itself will raise it, if it is the step's
             return True
-        if evidence is None or evidence.fits:
+        if evidence is None or evidence.fits or evidence.unusable:  # what cannot be weighed, the step raises
             return True
         rank_zero_warn(
             f"roundpipe: split='step' with loss_weight={weight_name(weight)!r}, found by the first batch, is no longer"
@@ -635,6 +635,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
         best = next(name for name in (*preferred, *evidence.fits) if name in evidence.fits)
         self._decided = ("step", evidence.fits[best])
+        wanted = weight_name(self.loss_weight)
+        if self.loss_weight != "samples" and best != wanted:
+            error = evidence.unusable.get(wanted)
+            why = "does not give the loss of the whole batch" if error is None else f"cannot be computed ({error!r})"
+            rank_zero_warn(f"roundpipe: loss_weight={wanted!r} {why}: {best!r} is used in its place.")
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(

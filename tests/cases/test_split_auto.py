@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics import MeanMetric
 
-from .common import FEW, PLAIN, Net, Way, X, col, fit, lin, near, sgd, weights
+from .common import FEW, PLAIN, Net, Way, X, col, fit, half_square, lin, near, sgd, weights
 from .common import in_every_default_way as in_every_way
 
 AUTO = {"split": "auto"}
@@ -173,6 +173,51 @@ def test_a_fixed_split_that_does_not_fit_warns(
     module = Net(*map(lin, values), loss=loss, optimizer=sgd(0.0))
     with pytest.warns(UserWarning, match=words):
         fit(module, [batch], Way(m, 2), strategy={"split": "step", "loss_weight": "samples"})
+
+
+def of_a_field_that_is_not_there(batch: Tensor) -> Tensor:
+    return batch["mask"].sum()  # type: ignore[call-overload]
+
+
+def of_infinitely_many(batch: Tensor) -> float:
+    return float("inf")
+
+
+def tokens_of_the_user(batch: Tensor) -> Tensor:
+    return batch.sum()
+
+
+tokens_of_the_user.__name__ = "tokens"
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        ("tokens", r"loss_weight='tokens' cannot be computed \(ValueError.*: 'samples' is used"),
+        (of_infinitely_many, "loss_weight='of_infinitely_many' cannot be computed .*gave inf for microbatch 0"),
+        (of_a_field_that_is_not_there, r"of_a_field_that_is_not_there' cannot be computed \(.*: 'samples'"),
+        ("sum", "loss_weight='sum' does not give the loss of the whole batch: 'samples' is used"),
+        (tokens_of_the_user, "loss_weight='tokens' does not give the loss of the whole batch: 'samples' is used"),
+    ],
+)
+def test_a_weighting_of_the_user_s_that_is_not_used_is_named(weight: Any, words: str) -> None:
+    """It was replaced without a word by one that fits."""
+    module, plain = (Net(lin(2), loss=half_square, optimizer=sgd(0.1)) for _ in range(2))
+    with pytest.warns(UserWarning, match=words):
+        fit(module, [X, X], Way(3, 2), strategy={**AUTO, "loss_weight": weight})
+    fit(plain, [X, X], PLAIN)
+    assert weights(module) == near(weights(plain))
+
+
+def test_a_weighting_of_the_user_s_is_not_mistaken_for_ours_of_that_name() -> None:
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        return (module.net(batch) * batch).sum() / batch.sum()
+
+    module, plain = (Net(lin(2), loss=loss, optimizer=sgd(0.1)) for _ in range(2))
+    trainer = fit(module, [X, X], Way(3, 2), strategy={**AUTO, "loss_weight": tokens_of_the_user})
+    fit(plain, [X, X], PLAIN)
+    assert weights(module) == near(weights(plain))
+    assert trainer.strategy._decided == ("step", tokens_of_the_user)  # type: ignore[attr-defined]
 
 
 @in_few_pipelines
