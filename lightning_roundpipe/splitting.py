@@ -26,7 +26,7 @@ from torchmetrics import Metric
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
-from lightning_roundpipe.pipeline.rng import RandomState
+from lightning_roundpipe.pipeline.rng import RandomState, generator_state
 from lightning_roundpipe.pipeline.watching import is_plain_object, named_by_code
 from lightning_roundpipe.probes import changed_batches, moved_parameters
 from lightning_roundpipe.trees import map_tree
@@ -55,12 +55,27 @@ class Evidence:
     """What each run of the step changes anew, so that several microbatches do not leave what one batch does."""
     unusable: dict[str, Exception] = field(default_factory=dict)
     """The weightings that cannot be computed for this batch, by name."""
+    draws: bool = False
+    """Whether the step draws random numbers that are others in the microbatches than in the whole batch."""
 
     def describe(self) -> str:
         if self.accumulates:
             return f"each run of the step changes {', '.join(self.accumulates)} anew"
         parts = ", ".join(f"{value:.6g} by {name!r}" for name, value in self.parts.items())
         return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
+
+    def misfit(self) -> str:
+        """Why no weighting fits."""
+        if self.accumulates:
+            return self.describe()
+        why = "the loss couples samples"
+        if self.draws:
+            why = (
+                "the step draws random numbers that a batch and its microbatches do not share (from a seed or generator"
+                " of its own, Python's or NumPy's, or by torch.randperm and the like), so that their losses cannot be"
+                " compared, or the loss couples samples"
+            )
+        return f"{why}: {self.describe()}"
 
 
 def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wanted: LossWeight) -> Evidence | None:
@@ -126,13 +141,13 @@ def compare(
     """
     with undone(module):
         pieces, sizes = cut(batch)
-    (whole,), left = _run(module, [batch], [sum(sizes)], loss_of, ignored)
+    (whole,), left, draws = _run(module, [batch], [sum(sizes)], loss_of, ignored)
     if whole is None or not whole.isfinite():
         return None
-    losses, left_by_parts = _run(module, pieces, sizes, loss_of)
+    losses, left_by_parts, _ = _run(module, pieces, sizes, loss_of)
     accumulates: tuple[str, ...] = ()
     if changed := [name for name, value in left_by_parts.items() if not _alike(left.get(name), value)]:
-        _, left_by_last = _run(module, pieces[-1:], sizes[-1:], loss_of)  # what is only set anew is no matter
+        _, left_by_last, _ = _run(module, pieces[-1:], sizes[-1:], loss_of)  # what is only set anew is no matter
         accumulates = tuple(name for name in changed if not _alike(left_by_last.get(name), left_by_parts[name]))
     if any(loss is None for loss in losses):
         return None
@@ -153,13 +168,15 @@ def compare(
             return None
         if abs(parts[name] - float(whole)) <= tolerance * scale and not accumulates:
             fits[name] = weight
-    return Evidence(float(whole), parts, fits, accumulates, unusable)
+    return Evidence(float(whole), parts, fits, accumulates, unusable, draws)
 
 
 def _run(
     module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None = None
-) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-    """The losses of batches one after the other, and the numbers that they leave on the module."""
+) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
+    """The losses of batches one after the other, the numbers that they leave on the module, and whether random numbers
+    were drawn all the same.
+    """
     losses: list[Tensor | None] = []
     with comparable(module) as repeatable, torch.no_grad():
         for batch, size in zip(batches, sizes, strict=True):
@@ -168,7 +185,7 @@ def _run(
             losses.append(None if loss is None else loss.detach().clone())
         if ignored is not None:
             ignored |= repeatable.ignored_labels
-        return losses, _numbers_left(module, repeatable.written_parameters())
+        return losses, _numbers_left(module, repeatable.written_parameters()), repeatable.drew()
 
 
 def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[str, Tensor]:
@@ -356,10 +373,11 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
     statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
     :func:`undone`.
     """
-    repeatable = _Repeatable()
     with undone(module) as generators:
         for generator in (torch.default_generator, *generators):
-            generator.manual_seed(_SEED)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(_SEED)
+        repeatable = _Repeatable(generators)
         try:
             with repeatable:
                 for submodule in module.modules():
@@ -371,7 +389,7 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[list[torch.Generator]]:
+def undone(module: nn.Module) -> Iterator[list[Any]]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
     So are lists, dicts, sets and plain objects, also within one another, and generators of its own. Other objects are
@@ -379,7 +397,7 @@ def undone(module: nn.Module) -> Iterator[list[torch.Generator]]:
     Parameters are not copied; see :class:`_Repeatable`.
 
     Yields:
-        The module's own generators of PyTorch.
+        The module's own generators, of PyTorch, Python and NumPy.
     """
     generators = RandomState.capture()
     before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
@@ -409,8 +427,8 @@ class _Contents:
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
-        self._generators: dict[int, tuple[Any, Any]] = {}
-        self.generators: list[torch.Generator] = []
+        self._states: dict[int, tuple[Callable[[Any], Any], Any]] = {}
+        self.generators: list[Any] = []
 
     def note(self, value: Any) -> None:
         kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
@@ -427,18 +445,20 @@ class _Contents:
         elif issubclass(kind, tuple):
             for item in value:
                 self.note(item)
-        elif issubclass(kind, torch.Generator):
-            self._generators[id(value)] = (value.set_state, value.get_state())
-            self.generators.append(value)
+        elif issubclass(kind, (torch.Generator, numpy.random.RandomState)):
+            self._note_generator(value, value.set_state, value.get_state())
         elif issubclass(kind, random.Random):
-            self._generators[id(value)] = (value.setstate, value.getstate())
+            self._note_generator(value, value.setstate, value.getstate())
         elif issubclass(kind, numpy.random.Generator):
             bits = value.bit_generator
-            self._generators[id(value)] = (partial(setattr, bits, "state"), bits.state)
-        elif issubclass(kind, numpy.random.RandomState):
-            self._generators[id(value)] = (value.set_state, value.get_state())
+            self._note_generator(value, partial(setattr, bits, "state"), bits.state)
         elif issubclass(kind, numpy.ndarray):
-            self._generators[id(value)] = (partial(numpy.copyto, value), value.copy())
+            self._states[id(value)] = (partial(numpy.copyto, value), value.copy())
+
+    def _note_generator(self, generator: Any, set_state: Callable[[Any], Any], state: Any) -> None:
+        if id(generator) not in self._states:
+            self._states[id(generator)] = (set_state, state)
+            self.generators.append(generator)
 
     def put_back(self) -> None:
         for container, contents in self._containers.values():
@@ -450,7 +470,7 @@ class _Contents:
             for tensor, value in self._tensors.values():
                 if not torch.equal(tensor, value):
                     tensor.data.copy_(value)
-        for set_state, state in self._generators.values():
+        for set_state, state in self._states.values():
             set_state(state)
 
 
@@ -482,8 +502,14 @@ class _Repeatable(TorchFunctionMode):
         torch.rand: torch.zeros, torch.rand_like: torch.zeros_like,
     }  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[Any]) -> None:
+        """
+        Args:
+            generators: The module's own.
+        """
         super().__init__()
+        self._generators = [(generator, generator_state(generator)) for generator in generators]
+        self._shared = RandomState.capture()
         self._strange: dict[int, tuple[torch.Generator, Tensor]] = {}
         """Generators that the step has brought or seeded, with the states before they were drawn from."""
         self.ignored_labels: set[int] = set()
@@ -501,6 +527,14 @@ class _Repeatable(TorchFunctionMode):
     def written_parameters(self) -> list[nn.Parameter]:
         """Those that are not what they were."""
         return [p for p, _, value, _ in self._kept.values() if not torch.equal(p.detach(), value)]
+
+    def drew(self) -> bool:
+        """Whether any generator has gone on: numbers were drawn that the samples at hand do not determine."""
+        return (
+            not RandomState.capture().same(self._shared)
+            or any(generator_state(generator) != state for generator, state in self._generators)
+            or any(not torch.equal(generator.get_state(), state) for generator, state in self._strange.values())
+        )
 
     def put_back(self) -> None:
         """Undoes what was written to parameters."""

@@ -594,7 +594,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                     if evidence.fits:
                         self._decide_for_step(evidence)
                         return
-                    why = f"because {'' if evidence.accumulates else 'the loss couples samples: '}{evidence.describe()}"
+                    why = f"because {evidence.misfit()}"
                 elif self._own_split is not None or mb.can_be_split(batch):
                     return  # a single sample
                 else:
@@ -940,15 +940,12 @@ def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None
     if name in evidence.fits:
         return
     if evidence.fits:
-        remedy = f"It does with loss_weight={next(iter(evidence.fits))!r}."
-    elif evidence.accumulates:
-        remedy = "Use split='auto' or split='model', unless that is meant."
+        why = f" It does with loss_weight={next(iter(evidence.fits))!r}. ({evidence.describe()})"
     else:
-        remedy = "The loss couples samples: use split='auto' or split='model', unless the loss of each part is meant."
-    rank_zero_warn(
-        f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch."
-        f" {remedy} ({evidence.describe()})"
-    )
+        why = (
+            f" Use split='auto' or split='model', unless the loss of each part is meant. (Because {evidence.misfit()})"
+        )
+    rank_zero_warn(f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch.{why}")
 
 
 def _cores() -> int:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import random
 import warnings
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -485,6 +487,50 @@ def test_numbers_that_each_run_would_draw_again(draw: Callable[[Tensor], Tensor]
 
     assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), batches)
     assert_as_plain(with_noise_in_a_layer, batches)
+
+
+def by_a_permutation(batch: Tensor) -> Tensor:
+    return torch.randperm(batch.numel()).view_as(batch).to(batch.dtype)
+
+
+def by_python(batch: Tensor) -> Tensor:
+    return torch.full_like(batch, random.random())
+
+
+def by_numpy(batch: Tensor) -> Tensor:
+    return torch.full_like(batch, numpy.random.rand())
+
+
+OF_NUMPY = numpy.random.default_rng(3)
+
+
+def by_a_generator_of_numpy(batch: Tensor) -> Tensor:
+    return torch.full_like(batch, OF_NUMPY.random())
+
+
+@pytest.mark.parametrize(
+    ("draws", "split"),
+    [(each, split) for split in ("auto", "step") for each in (
+        by_a_generator_of_the_step, by_a_seed_of_the_step, by_a_permutation, by_python, by_numpy,
+        by_a_generator_of_numpy,
+    )],
+)  # fmt: skip
+def test_random_numbers_of_the_step_are_not_taken_for_samples_that_are_coupled(
+    draws: Callable[[Tensor], Tensor], split: str, caplog: Any, recwarn: Any
+) -> None:
+    """A loss that is a mean over samples, of which the message said that it couples them."""
+
+    class Draws(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch + draws(batch)).square().mean()
+
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        module = Draws(*hidden(), optimizer=sgd(0.1))
+        module.generator = OF_NUMPY
+        fit(module, [draw(8, 4).float()], Way(3, 2), strategy={"split": split})
+    said = [record.getMessage() for record in caplog.records] + [str(warning.message) for warning in recwarn]
+    (line,) = (line for line in said if line.startswith("roundpipe: split="))
+    assert "because the step draws random numbers" in line.lower()
 
 
 def test_loggers_are_told_once() -> None:
