@@ -2,8 +2,8 @@
 
 Where the step needs the whole batch, calls within it may still be split: those whose outputs are the same in parts.
 
-The extra runs leave no trace: they see no gradients and draw no random numbers, and what they do to metrics, logs,
-buffers, attributes and parameters is undone.
+The extra runs leave no trace: they draw no random numbers, and what they do to metrics, logs, buffers, attributes and
+parameters is undone. They have no gradients, unless the step itself differentiates.
 """
 
 import operator
@@ -177,8 +177,20 @@ def _run(
     """The losses of batches one after the other, the numbers that they leave on the module, and whether random numbers
     were drawn all the same.
     """
+    try:
+        with torch.no_grad():
+            return _run_as_told(module, batches, sizes, loss_of, ignored)
+    except RuntimeError:  # a step that differentiates code of its own needs gradients
+        with torch.enable_grad():
+            return _run_as_told(module, batches, sizes, loss_of, ignored)
+
+
+def _run_as_told(
+    module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None
+) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
+    """Runs them with or without gradients, as the thread has them at the moment."""
     losses: list[Tensor | None] = []
-    with comparable(module) as repeatable, torch.no_grad():
+    with comparable(module) as repeatable:
         for batch, size in zip(batches, sizes, strict=True):
             repeatable.begin(size)
             loss = loss_of(_own(batch))

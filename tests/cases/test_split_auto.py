@@ -533,6 +533,34 @@ def test_random_numbers_of_the_step_are_not_taken_for_samples_that_are_coupled(
     assert "because the step draws random numbers" in line.lower()
 
 
+def by_its_slope(module: Net, batch: Tensor) -> Tensor:
+    x = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(x.pow(3).sum(), x)
+    return (module.net(batch)[:, :4] * slope).square().mean()
+
+
+def by_a_network_s_slope(module: Net, batch: Tensor) -> Tensor:
+    """The second derivative is that of code between layers."""
+    x = module.net(batch)
+    (slope,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def by_its_slope_and_over_the_batch(module: Net, batch: Tensor) -> Tensor:
+    return by_its_slope(module, batch) + module.net(batch).var()
+
+
+@pytest.mark.parametrize(
+    ("loss", "split"),
+    [(by_its_slope, "step"), (by_a_network_s_slope, "step"), (by_its_slope_and_over_the_batch, "model")],
+)
+def test_a_step_that_differentiates_code_of_its_own(loss: Callable[[Net, Any], Tensor], split: str) -> None:
+    """The extra runs of the first batch have no gradients: it failed there, and its batches stayed whole."""
+    assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), [draw(8, 4, seed=i) for i in range(3)])
+    trainer = fit(Net(*hidden(), loss=loss, optimizer=sgd(0.1)), [draw(8, 4).float()], Way(3, 2))
+    assert trainer.strategy._decided[0] == split  # type: ignore[attr-defined]
+
+
 def test_loggers_are_told_once() -> None:
     class Counts(DummyLogger):
         told = 0
