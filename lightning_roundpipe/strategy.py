@@ -71,7 +71,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     Args:
         microbatches: Into how many microbatches a batch is split; by default one more than devices. Never more than
-            the batch has samples.
+            the batch has samples, or pairs of samples where there is a BatchNorm.
         staleness: 0: a batch computes with the parameters after the previous batch's optimizer step, as on one device.
             1: with those one step before, so that the step is hidden behind the next batch's computation. All that
             ``training_step`` reads of trained parameters is then that old; it cannot change them itself.
@@ -514,11 +514,15 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if self._own_split is not None:
             return mb.split_by(self._own_split, batch, self._wanted())
         try:
-            sizes = mb.split_sizes(mb.batch_size(batch), self._wanted())
+            samples = mb.batch_size(batch)
         except mb.UnsplittableBatchError:
             if self.split == "step":
                 raise
             return [batch], [1]
+        least = 1
+        if samples < 2 * self._wanted() and self.lightning_module is not None:
+            least = mb.least_samples(self.lightning_module.modules())
+        sizes = mb.split_sizes(samples, self._wanted(), least)
         return mb.split(batch, sizes), sizes
 
     def _looks_again(self, pipeline: Pipeline) -> bool:
