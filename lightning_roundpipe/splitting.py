@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
+from lightning_roundpipe.iterators import StandIn, stand_in
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
@@ -201,7 +202,8 @@ def _run_as_told(
 
 
 def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-    """Buffers, attributes that are floating point numbers, and parameters that the step has written to.
+    """Buffers, attributes that are floating point numbers, how many items were taken from those that are iterators, and
+    parameters that the step has written to.
 
     Metrics are left out: they are told of every sample once, in any case.
     """
@@ -210,6 +212,7 @@ def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[st
         if isinstance(submodule, Metric):
             continue
         for name, value in (*submodule.__dict__.items(), *submodule._buffers.items()):
+            value = float(value.taken) if type(value) is StandIn else value
             number = torch.tensor(value, dtype=torch.float64) if type(value) is float else value
             if type(number) is Tensor and number.layout is torch.strided and not number.is_complex():
                 left[f"{path}.{name}".lstrip(".")] = number.detach().clone()
@@ -404,8 +407,8 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
 def undone(module: nn.Module) -> Iterator[list[Any]]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
-    So are lists, dicts, sets and plain objects, also within one another, and generators of its own. Other objects are
-    not looked into.
+    So are lists, dicts, sets and plain objects, also within one another, generators of its own, and iterators, for
+    which copies stand meanwhile; one that cannot be copied refuses to give anything. Other objects are not looked into.
     Parameters are not copied; see :class:`_Repeatable`.
 
     Yields:
@@ -420,6 +423,7 @@ def undone(module: nn.Module) -> Iterator[list[Any]]:
     for _, items in (*before, *buffers):
         for value in items.values():
             contents.note(value)
+    contents.replace_iterators([submodule.__dict__ for submodule, _ in before])
     try:
         yield contents.generators
     finally:
@@ -471,6 +475,17 @@ class _Contents:
         if id(generator) not in self._states:
             self._states[id(generator)] = (set_state, state)
             self.generators.append(generator)
+
+    def replace_iterators(self, namespaces: Sequence[dict[str, Any]]) -> None:
+        """Puts stand-ins for iterators into modules' attributes, and into the containers that were noted."""
+        made: dict[int, StandIn] = {}
+        containers = [container for container, _ in self._containers.values()]
+        for container in (*namespaces, *containers):
+            if isinstance(container, (dict, list, deque)):
+                for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                    other = stand_in(f"an iterator ({key!r})", value, made)
+                    if other is not None:
+                        container[key] = other
 
     def put_back(self) -> None:
         for container, contents in self._containers.values():
