@@ -157,6 +157,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._batch: Batch | None = None
         self._own_split: mb.SplitMethod | None = None
         """The user's own way to cut a batch: ``split`` of the module or the data module."""
+        self._layers_log: StepLogging | None = None
+        """The present batch's logging, if layers do."""
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
         self._between: UseBetweenBatches | None = None
@@ -456,7 +458,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         scale = 1.0 / trainer.accumulate_grad_batches
         with (
             plugin.train_step_context() if process_wide else nullcontext(),
-            logging.recording() if len(pieces) > 1 else nullcontext(),
+            logging.recording() if len(pieces) > 1 else logging.passing_on(),
             profiling.recording() if len(pieces) > 1 or splits_calls else nullcontext(),
         ):
             self._batch = pipeline.start_batch(
@@ -467,8 +469,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 values_changed=self._may_have_changed(),
                 rounds_gradients=self._rounds_gradients(trainer),
             )
-            if process_wide or (self._communicates and not self._batch.deferred):
-                pipeline.wait_backward()  # the recompute must see the same default dtype
+            self._layers_log = logging if logging.layers_log else None
+            if process_wide or ((self._communicates or logging.layers_log) and not self._batch.deferred):
+                pipeline.wait_backward()  # the recompute must see the same default dtype, and what stands in for `log`
         if len(pieces) > 1:
             logging.replay(losses, weights)
         if any(loss is not None for loss in self._batch.losses):
@@ -678,9 +681,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 self._adopt_gradients()
             batch.release(given)
             if self._pipeline is not None and (
-                batch.records or self._communicates or self._pipeline.draws_on_the_host()
+                batch.records or self._communicates or self._layers_log or self._pipeline.draws_on_the_host()
             ):
-                self._pipeline.wait_backward()
+                with self._layers_log.passing_on() if self._layers_log is not None else nullcontext():
+                    self._pipeline.wait_backward()
             return
         expected = scale * self._loss_scale()
         if abs(given - expected) > 1e-6 * abs(expected):
