@@ -2,13 +2,12 @@
 
 import io
 import itertools
-import weakref
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from torch import nn
 
-from lightning_roundpipe.pipeline.watching import is_plain_object
+from lightning_roundpipe.pipeline.watching import is_iterator, is_plain_object
 
 _BUILT_IN = {"builtins", itertools.__name__}
 _OF_A_FUNCTION = type(iter(int, 1))
@@ -73,7 +72,7 @@ def stand_in(name: str, value: Any, made: dict[int, StandIn]) -> StandIn | None:
         made: Those made so far, by the iterator's id: where one is held twice, both take from the same.
     """
     kind = type(value)
-    if not _is_iterator(value) or isinstance(value, nn.Module):
+    if not is_iterator(value) or isinstance(value, nn.Module):
         return None
     if id(value) in made:
         return made[id(value)]
@@ -86,10 +85,6 @@ def stand_in(name: str, value: Any, made: dict[int, StandIn]) -> StandIn | None:
     except TypeError:
         items = None
     return made.setdefault(id(value), StandIn(name, kind, items))
-
-
-def _is_iterator(value: Any) -> bool:
-    return hasattr(type(value), "__next__") and type(value) not in weakref.ProxyTypes
 
 
 def _copied(iterator: Any, made: dict[int, Any]) -> Any:
@@ -105,9 +100,9 @@ def _copied(iterator: Any, made: dict[int, Any]) -> Any:
         raise TypeError(f"{kind.__name__} cannot be copied.")
 
     def part(value: Any) -> Any:
-        if type(value) in (list, tuple) and any(map(_is_iterator, value)):  # those that a chain comes to later
+        if type(value) in (list, tuple) and any(map(is_iterator, value)):  # those that a chain comes to later
             return type(value)(map(part, value))
-        return _copied(value, made) if _is_iterator(value) else value
+        return _copied(value, made) if is_iterator(value) else value
 
     def part_of_state(value: Any) -> Any:
         if type(value) is tuple:

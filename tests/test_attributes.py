@@ -5,7 +5,7 @@ import functools
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -1107,3 +1107,41 @@ def test_reads_of_what_those_before_have_left(kept: str, begins: int, read: int,
         assert begins > 0 and "changes in the step, and microbatches come to it in another order" in str(error)
         return
     assert_equal(weights(ours), weights(plain))
+
+
+FACTORS = [0.1 + (7 * index % 11) / 5 for index in range(200)]
+
+
+class TakesFactors(ReadsAndWrites):
+    """From an iterator, at several places of a step or at one."""
+
+    def __init__(self, factors: Iterator[float], where: set[int], begins: int) -> None:
+        super().__init__("number", 0, 0, 0)
+        self.factors, self.where, self.begins = factors, where, begins
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for index, layer in enumerate(self.layers):
+            if index in self.where and (index == 1 or self.trainer.global_step >= self.begins):
+                x = x * next(self.factors)
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(("where", "begins"), [({0, 1, 3}, 0), ({1}, 0), ({1, 3}, 1)])
+@pytest.mark.parametrize("kind", [iter, lambda factors: (factor for factor in factors)], ids=["list", "generator"])
+def test_iterators_are_taken_from_in_order(
+    kind: Callable[[list[float]], Iterator[float]], where: set[int], begins: int, lanes: int
+) -> None:
+    """Microbatches took items as they came."""
+    batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
+    ours, plain = (TakesFactors(kind(FACTORS), where, begins).double() for _ in range(2))
+    fit_microbatches(plain, batches, 3)
+    try:
+        fit_pipeline(ours, batches, 3, 3, lanes=lanes)
+    except RuntimeError as error:
+        assert begins > 0 and "changes in the step, and microbatches come to it in another order" in str(error)
+        return
+    assert_equal(weights(ours), weights(plain))
+    assert next(ours.factors) == next(plain.factors)

@@ -23,6 +23,7 @@ from lightning_roundpipe.pipeline.watching import (
     Key,
     can_be_watched,
     contents,
+    is_iterator,
     may_hold,
     named_by_code,
     same,
@@ -99,7 +100,7 @@ class ModuleAttributes:
         self._changing: dict[int, set[str]] = {}
         """Attributes that steps have changed so far, of modules between layers."""
         self._changed_inside: set[Key] = set()
-        """Those that the first batch has changed in place. Of a list or an object, any use may be a change."""
+        """Those that the first batch has changed in place. Of a list, object or iterator, any use may be a change."""
         self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
         self._keep_order = keep_order
@@ -164,7 +165,12 @@ class ModuleAttributes:
         rebound = self._rebound_buffers(microbatch)
         if microbatch.batch.records:
             inside = [key for key, (value, before) in microbatch.contents.items() if not same(contents(value), before)]
-            for key in dict.fromkeys([*inside, *rebound]):
+            taken = [
+                (number, name)
+                for number, name in microbatch.accesses.read
+                if number in self._modules and is_iterator(self._modules[number].__dict__.get(name))
+            ]
+            for key in dict.fromkeys([*inside, *rebound, *taken]):
                 self._note_change_in_place(microbatch, key, microbatch.stretch)
             for key in microbatch.accesses.read:
                 self._use(key).read.add(microbatch.stretch)

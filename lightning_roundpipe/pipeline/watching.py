@@ -355,6 +355,11 @@ def put_for(value: Any, tensors: dict[int, Tensor], seen: set[int]) -> None:
             put_for(item, tensors, seen)
 
 
+def is_iterator(value: Any) -> bool:
+    """Whether using it changes it: generators, files, iterators of every kind."""
+    return hasattr(type(value), "__next__") and type(value) not in weakref.ProxyTypes
+
+
 def is_plain_object(value: Any) -> bool:
     """Whether an object is nothing but its attributes: a meter, a record of settings."""
     kind: Any = type(value)
