@@ -22,7 +22,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from enum import Enum, auto
 from itertools import accumulate
@@ -31,7 +31,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from lightning_roundpipe.trees import child_names, flatten, open_container, tensors
@@ -90,19 +91,28 @@ def can_be_split(batch: Any) -> bool:
     return True
 
 
-def split_sizes(samples: int, microbatches: int) -> list[int]:
+def split_sizes(samples: int, microbatches: int, least: int = 1) -> list[int]:
     """Return how many samples each microbatch gets, the sizes of ``torch.tensor_split``.
 
-    Sizes differ by at most one, larger ones come first, and none is zero: there are at most `samples` microbatches.
+    Sizes differ by at most one, larger ones come first, and none is less than `least` if there are as many samples: if
+    need be, there are fewer microbatches.
 
     Raises:
         ValueError: `samples` or `microbatches` is less than one.
     """
     if samples < 1 or microbatches < 1:
         raise ValueError(f"cannot split {samples} samples into {microbatches} microbatches: both must be at least one")
-    count = min(samples, microbatches)
+    count = min(max(1, samples // least), microbatches)
     size, larger = divmod(samples, count)
     return [size + 1] * larger + [size] * (count - larger)
+
+
+def least_samples(modules: Iterable[nn.Module]) -> int:
+    """Return how many samples a microbatch must have at least: two where BatchNorm normalizes over them, for which one
+    value per channel is an error.
+    """
+    norms = (module for module in modules if isinstance(module, _BatchNorm))
+    return 2 if any(norm.training or norm.running_mean is None for norm in norms) else 1
 
 
 def split(batch: Any, sizes: Sequence[int]) -> list[Any]:

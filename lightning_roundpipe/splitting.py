@@ -2,8 +2,8 @@
 
 Where the step needs the whole batch, calls within it may still be split: those whose outputs are the same in parts.
 
-The extra runs leave no trace: they see no gradients and draw no random numbers, and what they do to metrics, logs,
-buffers, attributes and parameters is undone.
+The extra runs leave no trace: they draw no random numbers, and what they do to metrics, logs, buffers, attributes and
+parameters is undone. They have no gradients, unless the step itself differentiates.
 """
 
 import operator
@@ -11,7 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -23,10 +23,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
+from lightning_roundpipe.iterators import StandIn, stand_in
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
-from lightning_roundpipe.pipeline.rng import RandomState
+from lightning_roundpipe.pipeline.rng import RandomState, generator_state
 from lightning_roundpipe.pipeline.watching import is_plain_object, named_by_code
 from lightning_roundpipe.probes import changed_batches, moved_parameters
 from lightning_roundpipe.trees import map_tree
@@ -53,12 +54,29 @@ class Evidence:
     """The weightings that give the whole batch's loss, by name."""
     accumulates: tuple[str, ...] = ()
     """What each run of the step changes anew, so that several microbatches do not leave what one batch does."""
+    unusable: dict[str, Exception] = field(default_factory=dict)
+    """The weightings that cannot be computed for this batch, by name."""
+    draws: bool = False
+    """Whether the step draws random numbers that are others in the microbatches than in the whole batch."""
 
     def describe(self) -> str:
         if self.accumulates:
             return f"each run of the step changes {', '.join(self.accumulates)} anew"
         parts = ", ".join(f"{value:.6g} by {name!r}" for name, value in self.parts.items())
         return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
+
+    def misfit(self) -> str:
+        """Why no weighting fits."""
+        if self.accumulates:
+            return self.describe()
+        why = "the loss couples samples"
+        if self.draws:
+            why = (
+                "the step draws random numbers that a batch and its microbatches do not share (from a seed or generator"
+                " of its own, Python's or NumPy's, or by torch.randperm and the like), so that their losses cannot be"
+                " compared, or the loss couples samples"
+            )
+        return f"{why}: {self.describe()}"
 
 
 def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wanted: LossWeight) -> Evidence | None:
@@ -77,7 +95,8 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
-    candidates = {weight_name(weight): weight for weight in (wanted, "samples", "tokens", count_labels, "sum")}
+    tried: tuple[LossWeight, ...] = (wanted, "samples", "tokens", count_labels, "sum")
+    candidates = {weight_name(weight): weight for weight in tried} | {weight_name(wanted): wanted}
     ignored = {IGNORED_LABEL}
     evidence = compare(module, batch, cut, loss_of, candidates, ignored)
     if evidence is None or not evidence.fits:
@@ -93,9 +112,8 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
                 fits = moved.fits
                 stack.enter_context(moved_parameters(module))
         for changed, counting in changed_batches(batch, samples, ignored):
-            tried: dict[str, LossWeight] = {**fits, weight_name(counting): counting}
             with suppress(Exception):
-                closer = compare(module, changed, cut, loss_of, tried)
+                closer = compare(module, changed, cut, loss_of, {**fits, weight_name(counting): counting})
                 if closer is not None:
                     fits = closer.fits
         if not fits.keys() <= evidence.fits.keys():  # one that was found last must suit all that came before
@@ -124,23 +142,25 @@ def compare(
     """
     with undone(module):
         pieces, sizes = cut(batch)
-    (whole,), left = _run(module, [batch], [sum(sizes)], loss_of, ignored)
+    (whole,), left, draws = _run(module, [batch], [sum(sizes)], loss_of, ignored)
     if whole is None or not whole.isfinite():
         return None
-    losses, left_by_parts = _run(module, pieces, sizes, loss_of)
+    losses, left_by_parts, _ = _run(module, pieces, sizes, loss_of)
     accumulates: tuple[str, ...] = ()
     if changed := [name for name, value in left_by_parts.items() if not _alike(left.get(name), value)]:
-        _, left_by_last = _run(module, pieces[-1:], sizes[-1:], loss_of)  # what is only set anew is no matter
+        _, left_by_last, _ = _run(module, pieces[-1:], sizes[-1:], loss_of)  # what is only set anew is no matter
         accumulates = tuple(name for name in changed if not _alike(left_by_last.get(name), left_by_parts[name]))
     if any(loss is None for loss in losses):
         return None
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
     parts: dict[str, float] = {}
     fits: dict[str, LossWeight] = {}
+    unusable: dict[str, Exception] = {}
     for name, weight in candidates.items():
         try:
             weights = loss_weights(pieces, sizes, weight)
-        except ValueError:  # no labels or samples to count
+        except Exception as error:  # no labels or samples to count, or whatever a function of the user's raises
+            unusable[name] = error
             continue
         terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
         parts[name] = sum(terms)
@@ -149,26 +169,41 @@ def compare(
             return None
         if abs(parts[name] - float(whole)) <= tolerance * scale and not accumulates:
             fits[name] = weight
-    return Evidence(float(whole), parts, fits, accumulates)
+    return Evidence(float(whole), parts, fits, accumulates, unusable, draws)
 
 
 def _run(
     module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None = None
-) -> tuple[list[Tensor | None], dict[str, Tensor]]:
-    """The losses of batches one after the other, and the numbers that they leave on the module."""
+) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
+    """The losses of batches one after the other, the numbers that they leave on the module, and whether random numbers
+    were drawn all the same.
+    """
+    try:
+        with torch.no_grad():
+            return _run_as_told(module, batches, sizes, loss_of, ignored)
+    except RuntimeError:  # a step that differentiates code of its own needs gradients
+        with torch.enable_grad():
+            return _run_as_told(module, batches, sizes, loss_of, ignored)
+
+
+def _run_as_told(
+    module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None
+) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
+    """Runs them with or without gradients, as the thread has them at the moment."""
     losses: list[Tensor | None] = []
-    with comparable(module) as repeatable, torch.no_grad():
+    with comparable(module) as repeatable:
         for batch, size in zip(batches, sizes, strict=True):
             repeatable.begin(size)
             loss = loss_of(_own(batch))
             losses.append(None if loss is None else loss.detach().clone())
         if ignored is not None:
             ignored |= repeatable.ignored_labels
-        return losses, _numbers_left(module, repeatable.written_parameters())
+        return losses, _numbers_left(module, repeatable.written_parameters()), repeatable.drew()
 
 
 def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[str, Tensor]:
-    """Buffers, attributes that are floating point numbers, and parameters that the step has written to.
+    """Buffers, attributes that are floating point numbers, how many items were taken from those that are iterators, and
+    parameters that the step has written to.
 
     Metrics are left out: they are told of every sample once, in any case.
     """
@@ -177,6 +212,7 @@ def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[st
         if isinstance(submodule, Metric):
             continue
         for name, value in (*submodule.__dict__.items(), *submodule._buffers.items()):
+            value = float(value.taken) if type(value) is StandIn else value
             number = torch.tensor(value, dtype=torch.float64) if type(value) is float else value
             if type(number) is Tensor and number.layout is torch.strided and not number.is_complex():
                 left[f"{path}.{name}".lstrip(".")] = number.detach().clone()
@@ -352,10 +388,11 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
     statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
     :func:`undone`.
     """
-    repeatable = _Repeatable()
     with undone(module) as generators:
         for generator in (torch.default_generator, *generators):
-            generator.manual_seed(_SEED)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(_SEED)
+        repeatable = _Repeatable(generators)
         try:
             with repeatable:
                 for submodule in module.modules():
@@ -367,15 +404,15 @@ def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[list[torch.Generator]]:
+def undone(module: nn.Module) -> Iterator[list[Any]]:
     """Afterwards the module's attributes, buffers and the random generators are what they were.
 
-    So are lists, dicts, sets and plain objects, also within one another, and generators of its own. Other objects are
-    not looked into.
+    So are lists, dicts, sets and plain objects, also within one another, generators of its own, and iterators, for
+    which copies stand meanwhile; one that cannot be copied refuses to give anything. Other objects are not looked into.
     Parameters are not copied; see :class:`_Repeatable`.
 
     Yields:
-        The module's own generators of PyTorch.
+        The module's own generators, of PyTorch, Python and NumPy.
     """
     generators = RandomState.capture()
     before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
@@ -386,6 +423,7 @@ def undone(module: nn.Module) -> Iterator[list[torch.Generator]]:
     for _, items in (*before, *buffers):
         for value in items.values():
             contents.note(value)
+    contents.replace_iterators([submodule.__dict__ for submodule, _ in before])
     try:
         yield contents.generators
     finally:
@@ -405,8 +443,8 @@ class _Contents:
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
         self._containers: dict[int, tuple[Any, Any]] = {}
-        self._generators: dict[int, tuple[Any, Any]] = {}
-        self.generators: list[torch.Generator] = []
+        self._states: dict[int, tuple[Callable[[Any], Any], Any]] = {}
+        self.generators: list[Any] = []
 
     def note(self, value: Any) -> None:
         kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
@@ -423,18 +461,31 @@ class _Contents:
         elif issubclass(kind, tuple):
             for item in value:
                 self.note(item)
-        elif issubclass(kind, torch.Generator):
-            self._generators[id(value)] = (value.set_state, value.get_state())
-            self.generators.append(value)
+        elif issubclass(kind, (torch.Generator, numpy.random.RandomState)):
+            self._note_generator(value, value.set_state, value.get_state())
         elif issubclass(kind, random.Random):
-            self._generators[id(value)] = (value.setstate, value.getstate())
+            self._note_generator(value, value.setstate, value.getstate())
         elif issubclass(kind, numpy.random.Generator):
             bits = value.bit_generator
-            self._generators[id(value)] = (partial(setattr, bits, "state"), bits.state)
-        elif issubclass(kind, numpy.random.RandomState):
-            self._generators[id(value)] = (value.set_state, value.get_state())
+            self._note_generator(value, partial(setattr, bits, "state"), bits.state)
         elif issubclass(kind, numpy.ndarray):
-            self._generators[id(value)] = (partial(numpy.copyto, value), value.copy())
+            self._states[id(value)] = (partial(numpy.copyto, value), value.copy())
+
+    def _note_generator(self, generator: Any, set_state: Callable[[Any], Any], state: Any) -> None:
+        if id(generator) not in self._states:
+            self._states[id(generator)] = (set_state, state)
+            self.generators.append(generator)
+
+    def replace_iterators(self, namespaces: Sequence[dict[str, Any]]) -> None:
+        """Puts stand-ins for iterators into modules' attributes, and into the containers that were noted."""
+        made: dict[int, StandIn] = {}
+        containers = [container for container, _ in self._containers.values()]
+        for container in (*namespaces, *containers):
+            if isinstance(container, (dict, list, deque)):
+                for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                    other = stand_in(f"an iterator ({key!r})", value, made)
+                    if other is not None:
+                        container[key] = other
 
     def put_back(self) -> None:
         for container, contents in self._containers.values():
@@ -446,7 +497,7 @@ class _Contents:
             for tensor, value in self._tensors.values():
                 if not torch.equal(tensor, value):
                     tensor.data.copy_(value)
-        for set_state, state in self._generators.values():
+        for set_state, state in self._states.values():
             set_state(state)
 
 
@@ -478,8 +529,14 @@ class _Repeatable(TorchFunctionMode):
         torch.rand: torch.zeros, torch.rand_like: torch.zeros_like,
     }  # fmt: skip
 
-    def __init__(self) -> None:
+    def __init__(self, generators: Sequence[Any]) -> None:
+        """
+        Args:
+            generators: The module's own.
+        """
         super().__init__()
+        self._generators = [(generator, generator_state(generator)) for generator in generators]
+        self._shared = RandomState.capture()
         self._strange: dict[int, tuple[torch.Generator, Tensor]] = {}
         """Generators that the step has brought or seeded, with the states before they were drawn from."""
         self.ignored_labels: set[int] = set()
@@ -497,6 +554,14 @@ class _Repeatable(TorchFunctionMode):
     def written_parameters(self) -> list[nn.Parameter]:
         """Those that are not what they were."""
         return [p for p, _, value, _ in self._kept.values() if not torch.equal(p.detach(), value)]
+
+    def drew(self) -> bool:
+        """Whether any generator has gone on: numbers were drawn that the samples at hand do not determine."""
+        return (
+            not RandomState.capture().same(self._shared)
+            or any(generator_state(generator) != state for generator, state in self._generators)
+            or any(not torch.equal(generator.get_state(), state) for generator, state in self._strange.values())
+        )
 
     def put_back(self) -> None:
         """Undoes what was written to parameters."""

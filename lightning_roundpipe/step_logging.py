@@ -13,7 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_roundpipe.microbatch import merge_losses
-from lightning_roundpipe.pipeline.tape import runs_again
+from lightning_roundpipe.pipeline.tape import in_layer, runs_again
 
 current_microbatch: ContextVar[int] = ContextVar("roundpipe_microbatch")
 
@@ -44,6 +44,25 @@ class StepLogging:
         self._logs: list[list[dict[str, Any]]] = [[] for _ in sizes]
         # By id: a metric's hash follows its state.
         self._updates: dict[int, list[list[tuple[Any, Any]]]] = {}
+        self.layers_log = False
+        """Whether a layer has called ``log``: what stands in for it must stay to the end of the backward then."""
+
+    @contextmanager
+    def passing_on(self) -> Iterator[None]:
+        """With a single microbatch: only what layers log again in their recompute is left out."""
+        module = self._module.__dict__
+        own_log, log = module.get("log"), self._module.log
+
+        def log_once(*args: Any, **kwargs: Any) -> None:
+            if not runs_again():
+                self.layers_log |= in_layer()
+                log(*args, **kwargs)
+
+        module["log"] = log_once
+        try:
+            yield
+        finally:
+            put_back(module, "log", own_log)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -83,6 +102,9 @@ class StepLogging:
             self._module.log(**self._merge(parts, losses, loss_weights))
 
     def _log(self, *args: Any, **kwargs: Any) -> None:
+        if runs_again():
+            return
+        self.layers_log |= in_layer()
         entry = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         entry.pop("self")
         if isinstance(entry["value"], Tensor) and not entry.get("enable_graph", False):

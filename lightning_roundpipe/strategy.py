@@ -72,7 +72,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     Args:
         microbatches: Into how many microbatches a batch is split; by default one more than devices. Never more than
-            the batch has samples.
+            the batch has samples, or pairs of samples where there is a BatchNorm.
         staleness: 0: a batch computes with the parameters after the previous batch's optimizer step, as on one device.
             1: with those one step before, so that the step is hidden behind the next batch's computation. All that
             ``training_step`` reads of trained parameters is then that old; it cannot change them itself.
@@ -158,6 +158,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._batch: Batch | None = None
         self._own_split: mb.SplitMethod | None = None
         """The user's own way to cut a batch: ``split`` of the module or the data module."""
+        self._layers_log: StepLogging | None = None
+        """The present batch's logging, if layers do."""
         self._decided: tuple[str, Any] | None = None
         """The split and weighting that the first batch has shown to be right."""
         self._between: UseBetweenBatches | None = None
@@ -462,7 +464,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         scale = 1.0 / trainer.accumulate_grad_batches
         with (
             plugin.train_step_context() if process_wide else nullcontext(),
-            logging.recording() if len(pieces) > 1 else nullcontext(),
+            logging.recording() if len(pieces) > 1 else logging.passing_on(),
             profiling.recording() if len(pieces) > 1 or splits_calls else nullcontext(),
         ):
             self._batch = pipeline.start_batch(
@@ -473,8 +475,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 values_changed=self._may_have_changed(),
                 rounds_gradients=self._rounds_gradients(trainer),
             )
-            if process_wide or (self._communicates and not self._batch.deferred):
-                pipeline.wait_backward()  # the recompute must see the same default dtype
+            self._layers_log = logging if logging.layers_log else None
+            if process_wide or ((self._communicates or logging.layers_log) and not self._batch.deferred):
+                pipeline.wait_backward()  # the recompute must see the same default dtype, and what stands in for `log`
         if len(pieces) > 1:
             logging.replay(losses, weights)
         if any(loss is not None for loss in self._batch.losses):
@@ -520,11 +523,15 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if self._own_split is not None:
             return mb.split_by(self._own_split, batch, self._wanted())
         try:
-            sizes = mb.split_sizes(mb.batch_size(batch), self._wanted())
+            samples = mb.batch_size(batch)
         except mb.UnsplittableBatchError:
             if self.split == "step":
                 raise
             return [batch], [1]
+        least = 1
+        if samples < 2 * self._wanted() and self.lightning_module is not None:
+            least = mb.least_samples(self.lightning_module.modules())
+        sizes = mb.split_sizes(samples, self._wanted(), least)
         return mb.split(batch, sizes), sizes
 
     def _looks_again(self, pipeline: Pipeline) -> bool:
@@ -548,7 +555,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             evidence = compare(module, batch, self._cut, loss_of, {weight_name(weight): weight})
         except Exception:  # the step itself will raise it, if it is the step's
             return True
-        if evidence is None or evidence.fits:
+        if evidence is None or evidence.fits or evidence.unusable:  # what cannot be weighed, the step raises
             return True
         rank_zero_warn(
             f"roundpipe: split='step' with loss_weight={weight_name(weight)!r}, found by the first batch, is no longer"
@@ -600,7 +607,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                     if evidence.fits:
                         self._decide_for_step(evidence)
                         return
-                    why = f"because {'' if evidence.accumulates else 'the loss couples samples: '}{evidence.describe()}"
+                    why = f"because {evidence.misfit()}"
                 elif self._own_split is not None or mb.can_be_split(batch):
                     return  # a single sample
                 else:
@@ -641,6 +648,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
         best = next(name for name in (*preferred, *evidence.fits) if name in evidence.fits)
         self._decided = ("step", evidence.fits[best])
+        wanted = weight_name(self.loss_weight)
+        if self.loss_weight != "samples" and best != wanted:
+            error = evidence.unusable.get(wanted)
+            why = "does not give the loss of the whole batch" if error is None else f"cannot be computed ({error!r})"
+            rank_zero_warn(f"roundpipe: loss_weight={wanted!r} {why}: {best!r} is used in its place.")
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(
@@ -675,9 +687,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 self._adopt_gradients()
             batch.release(given)
             if self._pipeline is not None and (
-                batch.records or self._communicates or self._pipeline.draws_on_the_host()
+                batch.records or self._communicates or self._layers_log or self._pipeline.draws_on_the_host()
             ):
-                self._pipeline.wait_backward()
+                with self._layers_log.passing_on() if self._layers_log is not None else nullcontext():
+                    self._pipeline.wait_backward()
             return
         expected = scale * self._loss_scale()
         if abs(given - expected) > 1e-6 * abs(expected):
@@ -941,15 +954,12 @@ def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None
     if name in evidence.fits:
         return
     if evidence.fits:
-        remedy = f"It does with loss_weight={next(iter(evidence.fits))!r}."
-    elif evidence.accumulates:
-        remedy = "Use split='auto' or split='model', unless that is meant."
+        why = f" It does with loss_weight={next(iter(evidence.fits))!r}. ({evidence.describe()})"
     else:
-        remedy = "The loss couples samples: use split='auto' or split='model', unless the loss of each part is meant."
-    rank_zero_warn(
-        f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch."
-        f" {remedy} ({evidence.describe()})"
-    )
+        why = (
+            f" Use split='auto' or split='model', unless the loss of each part is meant. (Because {evidence.misfit()})"
+        )
+    rank_zero_warn(f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch.{why}")
 
 
 def _cores() -> int:

@@ -4,6 +4,7 @@ import importlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -64,15 +65,34 @@ def build(model: Callable[[], nn.Module], batch: Callable[[int], Any], samples: 
     """The model, and a batch of so many samples, without memory.
 
     Raises:
-        ValueError: There are no samples, or what was made is no model.
+        ValueError: There are no samples, `model` or `batch` cannot be called like this, or what was made is no model.
     """
     if samples < 1:
         raise ValueError(f"A batch must have at least 1 sample, not {samples}.")
+    _check_call("model", "without arguments", model)
+    _check_call("batch", "with the number of samples", batch, samples)
     with _without_memory:
         made = model()
         if not isinstance(made, nn.Module):
             raise ValueError(f"What should make the model makes no torch.nn.Module, but {type(made).__name__}.")
         return made, batch(samples)
+
+
+def _check_call(what: str, how: str, function: Any, *arguments: Any) -> None:
+    if not callable(function):
+        raise ValueError(
+            f"What makes the {what} is called {how}: give a function or class, not a {_name(type(function))}."
+        )
+    try:
+        signature(function).bind(*arguments)
+    except TypeError as error:
+        raise ValueError(f"{_name(function)}, which makes the {what}, is called {how}: {error}.") from error
+    except ValueError:  # of some built-in functions it is not known
+        return
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def trace(model: nn.Module, batch: Any) -> list[LayerCall]:

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any, Literal
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
@@ -215,39 +216,38 @@ class Verification:
 
     def __str__(self) -> str:
         text = StringIO()
-        Console(file=text, width=120, color_system=None).print(self.table())
+        Console(file=text, width=80, color_system=None).print(self.table())
         return text.getvalue().rstrip()
 
     def _comparisons(self) -> Table:
-        table = Table(
-            title=f"{self.module}: {self.microbatches} microbatch{'es' * (self.microbatches > 1)} on {self.devices}"
+        table = _table(
+            f"{self.module}: {self.microbatches} microbatch{'es' * (self.microbatches > 1)} on {self.devices}"
             f" device{'s' * (self.devices > 1)}, split={self.split!r}, loss_weight={self.loss_weight!r}"
         )
         for title in ("run", "expected is"):
-            table.add_column(title, overflow="fold")
+            table.add_column(title, min_width=_WORD)
         for title in ("loss", "expected", "rounding"):
-            table.add_column(title, justify="right")
-        table.add_column("largest gradient error", overflow="fold")
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("largest gradient error", justify="right")
         for comparison in (*self.pipeline, *filter(None, [self.whole])):
             worst = comparison.worst
-            error = "-" if worst is None else _error(worst)
             table.add_row(
                 comparison.name,
                 comparison.expected,
                 _number(comparison.loss),
                 _number(comparison.expected_loss),
                 f"{comparison.tolerance:.0e}",
-                error if worst is None or comparison.equal else f"{error} ({worst.parameter})",
+                "-" if worst is None else _error(worst),
             )
         return table
 
     def _layers(self) -> Table:
-        table = Table(title="Layers", caption="calls: by all microbatches of a batch; gradient error: relative")
+        table = _table("Layers", "calls: by all microbatches of a batch; gradient error: relative")
         for title in ("layer", "class"):
             table.add_column(title, overflow="fold")
-        for title in ("parameters", "calls", "gradient error"):
-            table.add_column(title, justify="right")
-        table.add_column("found", overflow="fold")
+        for title in ("parameters", "calls", "gradient\nerror"):
+            table.add_column(title, justify="right", no_wrap=True)
+        table.add_column("found", min_width=_WORD)
         for layer in self.layers:
             kinds = dict.fromkeys(finding.kind for finding in self.findings if finding.layer == layer.name)
             error = "-" if layer.error is None else f"{layer.error:.1e}" if layer.error else "0"
@@ -255,9 +255,9 @@ class Verification:
         return table
 
     def _findings(self) -> Table:
-        table = Table(title="Found", show_lines=True)
-        for title in ("what", "where"):
-            table.add_column(title)
+        table = _table("Found", show_lines=True)
+        table.add_column("what", no_wrap=True)
+        table.add_column("where", overflow="fold", max_width=24)
         table.add_column("", overflow="fold")
         for finding in sorted(self.findings, key=lambda finding: not finding.serious):
             kind = Text(finding.kind, style="bold red" if finding.serious else "")
@@ -265,14 +265,21 @@ class Verification:
         return table
 
 
+_WORD = len("microbatches,")
+"""The longest word in columns of words: narrower, they would break it."""
+
+
+def _table(title: str, caption: str | None = None, *, show_lines: bool = False) -> Table:
+    """One that fits into 80 columns: without lines between its columns."""
+    return Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_lines=show_lines)
+
+
 def _gradients(wrong: list[tuple[Comparison, GradientError]], limit: int = 20) -> Table:
-    table = Table(
-        title="Gradients that differ", caption=f"and {len(wrong) - limit} more" if len(wrong) > limit else None
-    )
-    for title in ("", "parameter"):
-        table.add_column(title, overflow="fold")
-    for title in ("expected norm", "largest difference", "relative"):
-        table.add_column(title, justify="right")
+    table = _table("Gradients that differ", f"and {len(wrong) - limit} more" if len(wrong) > limit else None)
+    table.add_column("run", min_width=_WORD)
+    table.add_column("parameter", overflow="fold")
+    for title in ("expected\nnorm", "largest\ndifference", "relative"):
+        table.add_column(title, justify="right", no_wrap=True)
     for comparison, gradient in wrong[:limit]:
         norm = "none" if gradient.norm is None else f"{gradient.norm:.3g}"
         table.add_row(comparison.name, gradient.parameter, norm, f"{gradient.error:.1e}", _error(gradient))
@@ -293,7 +300,7 @@ def _largest(comparisons: list[Comparison]) -> float:
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:.8g}"
+    return "none" if value is None else f"{value:.6g}"
 
 
 def _with_nan_as_inf(value: float) -> float:

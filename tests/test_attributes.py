@@ -5,15 +5,16 @@ import functools
 import random
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import lightning as L
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import assert_equal, fit_pipeline, weights
+from helpers import assert_equal, fit_microbatches, fit_pipeline, weights
 from test_habits import WIDTH, Habit, data, expected, in_double_precision, linear, make, trained
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
@@ -1034,3 +1035,113 @@ def test_a_first_batch_of_one_sample() -> None:
         optimizer.step()
     assert ours.average == plain.average
     assert_equal(weights(ours), weights(plain))
+
+
+# --- what begins only after the first batch
+
+KEPT: dict[str, tuple[Callable[[Any], Tensor], Callable[[Any, Tensor], Any]]] = {
+    "number": (lambda m: m.number, lambda m, value: setattr(m, "number", float(value))),
+    "number of the class": (lambda m: m.shared, lambda m, value: setattr(m, "shared", float(value))),
+    "tensor changed in place": (lambda m: m.tensor.clone(), lambda m, value: m.tensor.copy_(value)),
+    "buffer changed in place": (lambda m: m.buffer.clone(), lambda m, value: m.buffer.copy_(value)),
+    "buffer": (lambda m: m.buffer, lambda m, value: setattr(m, "buffer", value)),
+    "buffer of none": (
+        lambda m: 0.5 if m.absent is None else m.absent,
+        lambda m, value: setattr(m, "absent", value),
+    ),
+    "list": (lambda m: m.items[0], lambda m, value: m.items.__setitem__(0, value)),
+    "object": (lambda m: m.record.value, lambda m, value: setattr(m.record, "value", value)),
+}
+
+
+class ReadsAndWrites(L.LightningModule):
+    """Reads a value before one layer, and sets it after one.
+
+    Args:
+        kept: What value; see `KEPT`.
+        read, write: Before and after which layer.
+        begins: From which step on it reads.
+    """
+
+    shared = 0.5
+
+    def __init__(self, kept: str, read: int, write: int, begins: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.number = 0.5
+        self.tensor = torch.tensor(0.5)
+        self.register_buffer("buffer", torch.tensor(0.5))
+        self.register_buffer("absent", None)
+        self.items = [0.5]
+        self.record = SimpleNamespace(value=0.5)
+        self.get, self.put = KEPT[kept]
+        self.read, self.write, self.begins = read, write, begins
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for index, layer in enumerate(self.layers):
+            if index == self.read and self.trainer.global_step >= self.begins:
+                x = x * (1 + self.get(self))
+            x = torch.tanh(layer(x))
+            if index == self.write:
+                self.put(self, x.detach().mean())
+        return x.square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(("read", "write"), [(0, 3), (1, 1), (2, 1), (3, 0)])
+@pytest.mark.parametrize("begins", [0, 1, 2])
+@pytest.mark.parametrize("kept", KEPT)
+def test_reads_of_what_those_before_have_left(kept: str, begins: int, read: int, write: int, lanes: int) -> None:
+    """Microbatches that read before the one before them has written, and buffers that are set, were not seen."""
+    batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
+    ours, plain = (ReadsAndWrites(kept, read, write, begins).double() for _ in range(2))
+    fit_microbatches(plain, batches, 3)
+    try:
+        fit_pipeline(ours, batches, 3, 3, lanes=lanes)
+    except RuntimeError as error:
+        assert begins > 0 and "changes in the step, and microbatches come to it in another order" in str(error)
+        return
+    assert_equal(weights(ours), weights(plain))
+
+
+FACTORS = [0.1 + (7 * index % 11) / 5 for index in range(200)]
+
+
+class TakesFactors(ReadsAndWrites):
+    """From an iterator, at several places of a step or at one."""
+
+    def __init__(self, factors: Iterator[float], where: set[int], begins: int) -> None:
+        super().__init__("number", 0, 0, 0)
+        self.factors, self.where, self.begins = factors, where, begins
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        x = batch
+        for index, layer in enumerate(self.layers):
+            if index in self.where and (index == 1 or self.trainer.global_step >= self.begins):
+                x = x * next(self.factors)
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(("where", "begins"), [({0, 1, 3}, 0), ({1}, 0), ({1, 3}, 1)])
+@pytest.mark.parametrize("kind", [iter, lambda factors: (factor for factor in factors)], ids=["list", "generator"])
+def test_iterators_are_taken_from_in_order(
+    kind: Callable[[list[float]], Iterator[float]], where: set[int], begins: int, lanes: int
+) -> None:
+    """Microbatches took items as they came."""
+    batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
+    ours, plain = (TakesFactors(kind(FACTORS), where, begins).double() for _ in range(2))
+    fit_microbatches(plain, batches, 3)
+    try:
+        fit_pipeline(ours, batches, 3, 3, lanes=lanes)
+    except RuntimeError as error:
+        assert begins > 0 and "changes in the step, and microbatches come to it in another order" in str(error)
+        return
+    assert_equal(weights(ours), weights(plain))
+    assert next(ours.factors) == next(plain.factors)

@@ -3,6 +3,7 @@ every option.
 """
 
 import csv
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -333,3 +334,56 @@ def test_the_module_s_own_properties(capsys: pytest.CaptureFixture) -> None:
     fit(Prints().double(), BATCHES, RoundPipeStrategy(microbatches=2), devices=2)
     lines = capsys.readouterr().out.split("\n")[:-1]
     assert lines == [f"epoch 0 step {step} of 1" for step in range(4) for _ in range(2)]
+
+
+class LogsInside(nn.Module):
+    """A layer that logs, by a reference to the module or to the trainer."""
+
+    def __init__(self, owner: Callable[[], L.LightningModule]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.owner = owner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        self.owner().log("mean", y.detach().mean(), on_step=True, on_epoch=True)
+        self.owner().log_dict({"calls": 1.0}, reduce_fx="sum", on_step=False, on_epoch=True)
+        return y
+
+
+class HoldsLoggingLayers(L.LightningModule):
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        reference = weakref.ref(self)
+        ways = {"module": lambda: reference(), "trainer": lambda: reference().trainer.lightning_module}
+        self.net = nn.Sequential(LogsInside(ways[by]), nn.Linear(4, 4), nn.Linear(4, 2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class HoldsThemWithABackwardOfItsOwn(HoldsLoggingLayers):
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("kind", [HoldsLoggingLayers, HoldsThemWithABackwardOfItsOwn])
+@pytest.mark.parametrize("by", ["module", "trainer"])
+@pytest.mark.parametrize(("m", "split"), [(1, "step"), (3, "step"), (3, "model"), (3, "whole")])
+def test_layers_that_log_do_so_once(kind: type[HoldsLoggingLayers], by: str, m: int, split: str) -> None:
+    """The recompute logged again, in part after the step's end."""
+    batches = [torch.randn(6, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(4)]
+    seen = []
+    for strategy in ("auto", RoundPipeStrategy(microbatches=m, split=split)):
+        torch.manual_seed(0)
+        logger = Kept()
+        trainer = fit(kind(by).double(), batches, strategy, devices=1 if strategy == "auto" else 2, logger=logger)
+        values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        seen.append((values, [row["mean_step"] for _, row in logger.rows if "mean_step" in row]))
+    (plain, plain_steps), (ours, our_steps) = seen
+    assert ours["calls"] == plain["calls"] * (m if split == "step" else 1)
+    assert ours["mean_epoch"] == pytest.approx(plain["mean_epoch"]) and our_steps == pytest.approx(plain_steps)
+    assert len(our_steps) == 4

@@ -133,6 +133,14 @@ def test_split_sizes(samples: int, microbatches: int, sizes: list[int]) -> None:
     assert split_sizes(samples, microbatches) == sizes
 
 
+@pytest.mark.parametrize(
+    ("samples", "microbatches", "sizes"),
+    [(4, 4, [2, 2]), (7, 3, [3, 2, 2]), (5, 3, [3, 2]), (3, 3, [3]), (2, 5, [2]), (1, 3, [1])],
+)
+def test_split_sizes_of_at_least_two(samples: int, microbatches: int, sizes: list[int]) -> None:
+    assert split_sizes(samples, microbatches, 2) == sizes
+
+
 @given(st.integers(1, 60), st.integers(1, 60))
 @settings(deadline=None, database=None)
 def test_split_sizes_are_those_of_tensor_split(samples: int, microbatches: int) -> None:

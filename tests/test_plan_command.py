@@ -239,6 +239,19 @@ def test_tables_are_eighty_columns_wide(capsys: pytest.CaptureFixture[str], monk
         (SMALL + "--host-memory -1", "`host_memory` must be at least 0, got -1.0"),
         (SMALL + "--host-bandwidth 0", "`host_bandwidth` must be finite and more than 0"),
         (SMALL + "--optimizer-rate inf", "`optimizer_rate` must be finite and more than 0"),
+        (
+            f"--model {HERE}:small --batch {HERE}:small",
+            "small, which makes the batch, is called with the number of samples: too many positional arguments",
+        ),
+        (
+            f"--model {HERE}:ids --batch {HERE}:ids",
+            "ids, which makes the model, is called without arguments: missing a required argument: 'samples'",
+        ),
+        (
+            f"--model {HERE}:small --batch {HERE}:HERE",
+            "with the number of samples: give a function or class, not a str",
+        ),
+        (f"--model {HERE}:HERE --batch {HERE}:ids", "is called without arguments: give a function or class, not a str"),
     ],
 )
 def test_plan_errors(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -119,10 +120,11 @@ def test_numbers_drawn_with_every_generator_between_layers() -> None:
 def test_the_report_as_text_and_data() -> None:
     report = verify(MLP(dropout=0.1), batches_of(vectors, 1, 6, torch.float32)[0])
     text = str(report)
-    assert text.startswith("OK. Loss and gradients through the pipeline equal those of plain autograd to the last bit.")
+    verdict = "OK. Loss and gradients through the pipeline equal those of plain autograd to the last bit."
+    assert " ".join(text.split()).startswith(verdict)
     for part in ("MLP: 3 microbatches on 2 devices", "net.5", "Sequential", "Draws random numbers"):
         assert part in text
-    console = Console(width=120, color_system=None)
+    console = Console(width=80, color_system=None)
     with console.capture() as captured:
         console.print(report)
     assert captured.get().rstrip() == text
@@ -131,6 +133,33 @@ def test_the_report_as_text_and_data() -> None:
     assert data["pipeline"][1]["equal"] is True and data["whole"]["ok"] is True
     assert data["layers"][0]["name"] == "net.0" and data["findings"][0]["kind"] == "random"
     assert {g["parameter"] for g in data["pipeline"][0]["gradients"]} == set(dict(MLP().named_parameters()))
+
+
+class WithLongNames(L.LightningModule):
+    """As deep, and with as long names, as the models of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.language_model = nn.ModuleDict({"decoder": Net(ChangesItsArgument(), lambda y: y.var())})
+        self.configure_optimizers = self.language_model["decoder"].configure_optimizers  # type: ignore[method-assign]
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.language_model["decoder"].training_step(batch, batch_idx)
+
+
+def test_reports_are_eighty_columns_wide() -> None:
+    """Nothing is left out of them, and no word but a name is broken."""
+    report = verify(WithLongNames(), X, microbatches=3)
+    first = report.pipeline[0]
+    missing = [replace(gradient, missing="found", norm=None) for gradient in first.gradients]
+    extreme = replace(first, loss=-1.23456789e-5, expected_loss=-1.23456789e15, gradients=missing)
+    text = str(replace(report, pipeline=[extreme, first]))
+    lines = text.splitlines()
+    assert "…" not in text and max(map(len, lines)) <= 80
+    assert any("-1.23457e-05  -1.23457e+15     1e-09  no gradient" in line for line in lines)
+    words = set(text.split())
+    assert words >= {"microbatches,", "microbatches", "autograd,", "WithLongNames:", "mutated", "input", "gradient"}
+    assert words >= {"language_model.d", "ChangesItsArgum", "ecoder.net.1", "ent"}, "names go on in the next line"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ So a microbatch that takes the baton sees what it has set itself, or else what t
 
 That is the order of a plain loop, but for what one microbatch reads at a point of the step that comes before the point
 where the one before it writes. The first batch shows whether there is such state. Where only later batches differ, a
-microbatch that comes to a value after a later one has changed it is an error.
+microbatch that changes a value after a later one has changed or read it is an error.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +23,7 @@ from lightning_roundpipe.pipeline.watching import (
     Key,
     can_be_watched,
     contents,
+    is_iterator,
     may_hold,
     named_by_code,
     same,
@@ -106,7 +107,13 @@ class ModuleAttributes:
         self._made_anew: set[Key] = set()
         """Attributes that each step of the first batch set before it read them, so that nothing goes on from them."""
         self._found_last: dict[int, _Found] = {}
+        self._holders: dict[int, tuple[_Found, dict[Key, Any]]] = {}
+        """First batch: what may be changed in place of a module that was found so."""
         self._watched = {id(module): module for module in can_be_watched(root)}
+        self._changing: dict[int, set[str]] = {}
+        """Attributes that steps have changed so far, of modules between layers."""
+        self._changed_inside: set[Key] = set()
+        """Those that the first batch has changed in place. Of a list, object or iterator, any use may be a change."""
         self._named_by_code = named_by_code(self._modules.values())
         self._run_serially = run_serially
         self._keep_order = keep_order
@@ -119,10 +126,15 @@ class ModuleAttributes:
         }
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Lets the modules tell what is read on them."""
-        with watching(self._watched.values()):
-            yield
+    def watching(self, *, records: bool) -> Iterator[None]:
+        """Lets the modules tell what is read on them: all in a batch that records, later what the step may change."""
+        if records:
+            with watching(self._watched.values()):
+                yield
+        else:
+            names = {number: frozenset(names) for number, names in self._changing.items()}
+            with watching([self._watched[number] for number in names], names):
+                yield
 
     def put(self, microbatch: Microbatch) -> None:
         """The microbatch takes the baton."""
@@ -142,6 +154,7 @@ class ModuleAttributes:
         watched = self._modules if batch.records else {**self._outside, **self._inside}
         found = {number: (module, self._found(number, module)) for number, module in watched.items()}
         microbatch.seen = {number: (module, each.attributes) for number, (module, each) in found.items()}
+        microbatch.buffers = {number: each.buffers for number, (_, each) in found.items() if number in self._outside}
         if not batch.serial:
             microbatch.versions = [
                 (key, tensor, tensor._version)
@@ -149,9 +162,9 @@ class ModuleAttributes:
                 if number in self._outside
                 for key, tensor in each.tensors
             ]
+        microbatch.accesses.read.clear()
         if batch.records:
             microbatch.contents = self._contents()
-            microbatch.accesses.read.clear()
             microbatch.accesses.read_by_layer.clear()
 
     def note(self, microbatch: Microbatch) -> None:
@@ -168,19 +181,31 @@ class ModuleAttributes:
                         self._inside[number] = module
                     elif _goes_on(before.get(name, _MISSING), now.get(name, _MISSING)):
                         changed.append((number, name))
+        rebound = self._rebound_buffers(microbatch)
         if microbatch.batch.records:
-            for key, (value, before_) in microbatch.contents.items():
-                if not same(contents(value), before_):
-                    self._note_change_in_place(microbatch, key, microbatch.stretch)
+            inside = [key for key, (value, before) in microbatch.contents.items() if not same(contents(value), before)]
+            taken = [
+                (number, name)
+                for number, name in microbatch.accesses.read
+                if number in self._modules and is_iterator(self._modules[number].__dict__.get(name))
+            ]
+            for key in dict.fromkeys([*inside, *rebound, *taken]):
+                self._note_change_in_place(microbatch, key, microbatch.stretch)
             for key in microbatch.accesses.read:
                 self._use(key).read.add(microbatch.stretch)
             for key in microbatch.accesses.read_by_layer:
                 self._use(key).read_by_layers = True
-        changed += [key for key, tensor, version in microbatch.versions if tensor._version != version]
+        in_place = [key for key, tensor, version in microbatch.versions if tensor._version != version] + rebound
+        changed += in_place
         microbatch.seen = {}
+        microbatch.buffers = {}
         microbatch.versions = []
         microbatch.contents = {}
         self._check_order(microbatch, changed)
+        for key in in_place:
+            self._check_reads(microbatch, key)
+            microbatch.batch.last_in_place[key] = microbatch.index
+        self._note_reads(microbatch)
 
     def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any, found: dict[str, Any]) -> None:
         """Sets what a layer has set in its forward, which began with the attributes found.
@@ -219,6 +244,7 @@ class ModuleAttributes:
     def end_batch(self, batch: Batch) -> None:
         """Leaves attributes as if the microbatches had run one after the other."""
         self._found_last.clear()
+        self._holders.clear()
         for microbatch in batch.runs:
             for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
                 _put(self._modules[module], name, value)
@@ -238,18 +264,59 @@ class ModuleAttributes:
     def _note_change(self, microbatch: Microbatch, key: Key, before: Any, place: int) -> None:
         module, name = key
         microbatch.batch.changed.setdefault(key, before)
+        microbatch.accesses.written.add(key)
+        if not _same_value(before, self._modules[module].__dict__.get(name, _MISSING)):
+            self._check_reads(microbatch, key)
         microbatch.attributes[key] = self._modules[module].__dict__.get(name, _MISSING)
-        if microbatch.batch.records:
-            microbatch.accesses.written.add(key)
-            if microbatch.index > 0:
-                self._use(key).written.add(place)
+        if microbatch.batch.records and microbatch.index > 0:
+            self._use(key).written.add(place)
 
     def _note_change_in_place(self, microbatch: Microbatch, key: Key, place: int) -> None:
+        self._check_reads(microbatch, key)
+        self._changed_inside.add(key)
         use = self._use(key)
         use.changed_in_place = True
         use.read.add(place)
         if microbatch.index > 0:
             use.written.add(place)
+
+    def _rebound_buffers(self, microbatch: Microbatch) -> list[Key]:
+        """Buffers that are other tensors now. Unlike attributes, microbatches share them: as if changed in place."""
+        found: list[Key] = []
+        for number, before in microbatch.buffers.items():
+            now = dict(self._modules[number]._buffers.items())
+            if not same_items(now, before):
+                found += [
+                    (number, name)
+                    for name in {**before, **now}
+                    if now.get(name, _MISSING) is not before.get(name, _MISSING)
+                ]
+        return found
+
+    def _note_reads(self, microbatch: Microbatch) -> None:
+        """
+        Raises:
+            RuntimeError: When a later microbatch has changed what was read.
+        """
+        batch = microbatch.batch
+        for key in microbatch.accesses.read if not batch.serial else ():
+            if batch.last_in_place.get(key, 0) > microbatch.index:
+                raise self._out_of_order(key)
+            if key in self._changed_inside:
+                self._check_reads(microbatch, key)
+            batch.last_to_read[key] = max(batch.last_to_read.get(key, 0), microbatch.index)
+
+    def _check_reads(self, microbatch: Microbatch, key: Key) -> None:
+        """At a change of an attribute; from the next batch on, its reads are noted.
+
+        Raises:
+            RuntimeError: When a later microbatch has read it before, which should have found this one's value.
+        """
+        number, name = key
+        if number in self._outside and number in self._watched:
+            self._changing.setdefault(number, set()).add(name)
+        if microbatch.batch.last_to_read.get(key, 0) > microbatch.index and not self._private.get(key):
+            raise self._out_of_order(key)
 
     def _check_order(self, microbatch: Microbatch, changed: Iterable[Key]) -> None:
         """
@@ -292,10 +359,16 @@ class ModuleAttributes:
             (id(value), ""): (value, contents(value)) for value in self._named_by_code
         }
         for number, module in self._modules.items():
-            values = module.__dict__
-            for name, value in (*values.items(), *values.get("_buffers", {}).items()):  # a script has none
-                if name not in OF_ALL_MODULES and may_hold(value):
-                    found[number, name] = value, contents(value)
+            last, holders = self._holders.get(number, (None, {}))
+            if last is None or last is not self._found(number, module):
+                values = module.__dict__
+                holders = {
+                    (number, name): value
+                    for name, value in (*values.items(), *values.get("_buffers", {}).items())  # a script has none
+                    if name not in OF_ALL_MODULES and may_hold(value)
+                }
+                self._holders[number] = self._found(number, module), holders
+            found.update((key, (value, contents(value))) for key, value in holders.items())
         return found
 
     def _name(self, key: Key) -> str:

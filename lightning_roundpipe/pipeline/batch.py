@@ -54,6 +54,8 @@ class Microbatch:
         """Whether it has not had the baton yet."""
         self.before: dict[int, dict[str, Any]] = {}
         """First batch: all attributes before the step."""
+        self.buffers: dict[int, dict[str, Any]] = {}
+        """The buffers of modules between layers when it took the baton, by the modules' ids."""
         self.versions: list[tuple[Key, Tensor, int]] = []
         """Buffers and plain tensors of modules between layers, with their versions when it took the baton."""
         self.contents: dict[Key, tuple[Any, list[Any]]] = {}
@@ -195,6 +197,10 @@ class Batch:
         """Attributes that microbatches have set, as they were before the batch."""
         self.pending_units: set[Unit] = set()
         """Units whose optimizer step was not done when the batch began."""
+        self.last_to_read: dict[Key, int] = {}
+        """For attributes that microbatches have read and not set before: the last of these microbatches."""
+        self.last_in_place: dict[Key, int] = {}
+        """For tensors on modules between layers: the last microbatch that has changed them in place."""
         self.last_to_change: dict[Key, int] = {}
         """The highest microbatch that has set an attribute to what may go on from its value, or changed its tensor."""
         self.settled = False

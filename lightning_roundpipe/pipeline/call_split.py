@@ -35,8 +35,8 @@ class CallSplit:
     inputs: tuple[int | None, ...]
     outputs: tuple[int | None, ...]
 
-    def sizes(self, leaves: Sequence[Any], microbatches: int) -> list[int]:
-        """Samples of each part.
+    def sizes(self, leaves: Sequence[Any], microbatches: int, least: int = 1) -> list[int]:
+        """Samples of each part, not less than `least`; see :func:`split_sizes`.
 
         Raises:
             CannotSplitError: When the leaves do not hold the same number of samples.
@@ -45,7 +45,7 @@ class CallSplit:
         if len(counts) != 1:
             raise CannotSplitError(f"its arguments hold {sorted(counts)} samples, not all the same number")
         (samples,) = counts
-        return split_sizes(samples, microbatches) if samples else [0]
+        return split_sizes(samples, microbatches, least) if samples else [0]
 
     def cut(self, leaves: Sequence[Any], sizes: Sequence[int]) -> list[list[Any]]:
         """The leaves of each part's arguments. Parts are views."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.microbatch import least_samples
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.call_split import CallSplit, CannotSplitError, signature
@@ -92,7 +93,7 @@ class FanningOut:
         leaves, rebuild = flatten((args, kwargs))
         with microbatch.outside.paused(), _naming(module):
             leaves = [microbatch.outside.replace(leaf) for leaf in leaves]
-            sizes = split.sizes(leaves, self.microbatches)
+            sizes = split.sizes(leaves, self.microbatches, least_samples(inside))
             if len(sizes) == 1:
                 return NotImplemented
             batch = microbatch.batch

@@ -190,11 +190,11 @@ class Pipeline:
             self._turnstiles.extend([[*first, *then] for first, then in zip(forward, backward, strict=True)])
             self._weight_actions.start(batch, forward)
         splitter = self._fanning_out.call if batch.splits_calls else None
-        watches = batch.records and self.last_microbatches > 1
+        watches = self.last_microbatches > 1 and (batch.records or not batch.serial)
         with self._handover.lending_generators(batch):
             self._interception.install()
             try:
-                with self._attributes.watching() if watches else nullcontext():
+                with self._attributes.watching(records=batch.records) if watches else nullcontext():
                     for index, step in enumerate(steps):
                         work = partial(self._steps.run, batch, index, step, splitter)
                         self._threads.submit(index, work, then=batch.thread_done)

@@ -148,7 +148,7 @@ class Steps:
                 if splitter is not None:
                     stack.enter_context(splitting_calls(partial(splitter, microbatch)))
                 stack.enter_context(mode)
-                if batch.records:
+                if batch.records or not batch.serial:
                     stack.enter_context(microbatch.accesses.noted())
                 result = step()
             self._stand_ins.end_step(microbatch)

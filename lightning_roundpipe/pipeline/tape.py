@@ -36,6 +36,11 @@ def runs_again() -> bool:
     return getattr(_thread, "runs_again", False)
 
 
+def in_layer() -> bool:
+    """Whether this thread is in a layer's code."""
+    return getattr(_thread, "in_layer", False)
+
+
 class RecomputeError(RuntimeError):
     """A layer did not do the same thing when it was run again for the backward pass."""
 
@@ -600,11 +605,11 @@ class Call:
                 code=self.compiled,
                 holding=self.state.holding if self.is_new else self.layer.traits.gradient_attributes,
             )
-            _thread.runs_again = not first
+            _thread.runs_again, _thread.in_layer = not first, True
             try:
                 output = replica.forward(*args, **kwargs)
             finally:
-                _thread.runs_again = False
+                _thread.runs_again = _thread.in_layer = False
             hook_calls = [(c.module, c.args, c.kwargs, c.output, c.moment) for c in replica.hook_calls]
             changed = [i for i, version in versions if inputs[i]._version != version]
             memories = [memory for i in changed if (memory := _memory(inputs[i])) is not None]

@@ -11,7 +11,7 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
@@ -74,13 +74,28 @@ def stand_for(shells: Iterable[nn.Module], modules: Iterable[nn.Module]) -> None
         accesses.stands_for.update((id(shell), id(module)) for shell, module in zip(shells, modules, strict=True))
 
 
-class _Watched:
+class _StandsIn:
     """Comes before a module's own class."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         """The module's class is not to learn of a subclass."""
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy is of the module's own class."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        function, arguments, *rest = reduced
+        return function, tuple(plain(a) if isinstance(a, type) else a for a in arguments), *rest
+
+
+_ALL_ATTRIBUTES = ("__dict__", "_buffers")
+
+
+class _Watched(_StandsIn):
+    """Tells of every attribute."""
+
     def __getattribute__(self, name: str) -> Any:
+        if name in _ALL_ATTRIBUTES:  # names none; and whoever looks at all modules, as the pipeline does, reads these
+            return super().__getattribute__(name)
         accesses: Accesses | None = getattr(_watch, "accesses", None)
         if accesses is not None:
             number = accesses.stands_for.get(id(self))
@@ -96,37 +111,64 @@ class _Watched:
 
     def __setattr__(self, name: str, value: Any) -> None:
         accesses: Accesses | None = getattr(_watch, "accesses", None)
-        if accesses is not None:
+        # What a microbatch sets is its own, but for buffers.
+        if accesses is not None and name not in object.__getattribute__(self, "__dict__").get("_buffers", ()):
             accesses.written.add((accesses.stands_for.get(id(self), id(self)), name))
         super().__setattr__(name, value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy is of the module's own class."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        function, arguments, *rest = reduced
-        return function, tuple(plain(a) if isinstance(a, type) else a for a in arguments), *rest
+
+class _Attribute:
+    """Tells of one attribute, and costs nothing for the others."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, kind: type) -> Any:
+        accesses: Accesses | None = getattr(_watch, "accesses", None)
+        if accesses is not None and (key := (id(module), self._name)) not in accesses.written:
+            accesses.read.add(key)
+        try:
+            return module.__dict__[self._name]
+        except KeyError:
+            return getattr(super(kind, module), self._name)  # of the class, or else a buffer
+
+    def __set__(self, module: Any, value: Any) -> None:
+        accesses: Accesses | None = getattr(_watch, "accesses", None)
+        if accesses is not None:
+            accesses.written.add((id(module), self._name))
+        module.__dict__[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        if self._name not in module.__dict__:
+            raise AttributeError(self._name)
+        del module.__dict__[self._name]
 
 
-def watched_class(kind: type) -> Any:
-    """A class like the given one whose objects tell what is read."""
-    return _watched_class(kind)
+def watched_class(kind: type, names: frozenset[str] | None = None) -> Any:
+    """A class like the given one whose objects tell what is read: all, or of some attributes."""
+    return _watched_class(kind, names)
 
 
 @cache
-def _watched_class(kind: Any) -> Any:
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+def _watched_class(kind: Any, names: frozenset[str] | None) -> Any:
+    members: dict[str, Any] = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    members.update((name, _Attribute(name)) for name in names or ())
 
     def set_on_kind(cls: Any, name: str, value: Any) -> None:
         """What the code sets on its class is for all its modules, watched or not."""
         type.__setattr__(cls if name.startswith("__") else kind, name, value)
 
     meta = type(type(kind).__name__, (type(kind),), {"__setattr__": set_on_kind})
-    return meta(kind.__name__, (_Watched, kind), names)
+    return meta(kind.__name__, (_Watched if names is None else _StandsIn, kind), members)
 
 
 def plain(kind: type) -> type:
     """The other way round."""
-    return kind.__mro__[2] if _Watched in kind.__mro__[:2] else kind
+    return next(base for base in kind.__mro__[1:] if not issubclass(base, _StandsIn)) if _stands_in(kind) else kind
+
+
+def _stands_in(kind: type) -> bool:
+    return _StandsIn in kind.__mro__[:3]
 
 
 def can_be_watched(root: nn.Module) -> list[nn.Module]:
@@ -140,13 +182,14 @@ def can_be_watched(root: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def watching(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Lets modules tell what is read on them."""
+def watching(modules: Iterable[nn.Module], names: Mapping[int, frozenset[str]] | None = None) -> Iterator[None]:
+    """Lets modules tell what is read on them: all, or the attributes named, by the module's id."""
     kinds = [(module, type(module)) for module in modules]
     try:
         for module, kind in kinds:
             with suppress(TypeError):  # a class with slots or a metaclass of its own: it is not watched
-                object.__setattr__(module, "__class__", watched_class(kind))
+                new = watched_class(kind, None if names is None else names[id(module)])
+                object.__setattr__(module, "__class__", new)
         yield
     finally:
         for module, kind in kinds:
@@ -315,6 +358,11 @@ def put_for(value: Any, tensors: dict[int, Tensor], seen: set[int]) -> None:
             holder[key] = tensors[id(item)]
         else:
             put_for(item, tensors, seen)
+
+
+def is_iterator(value: Any) -> bool:
+    """Whether using it changes it: generators, files, iterators of every kind."""
+    return hasattr(type(value), "__next__") and type(value) not in weakref.ProxyTypes
 
 
 def is_plain_object(value: Any) -> bool:

@@ -42,8 +42,7 @@ class Validates(Net):
         self.net(batch)
 
 
-# With more than two microbatches a batch of four has parts of one row, which BatchNorm refuses.
-@pytest.mark.parametrize("way", [PLAIN, *(Way(m, d, b) for m in (1, 2) for d in (1, 2, 3) for b in (0, 1))], ids=str)
+@in_every_way
 def test_batch_norm_counts_each_batch_once(way: Way) -> None:
     """Running statistics updated again by the recompute, once per microbatch, or on a copy that is thrown away."""
     norm = nn.BatchNorm1d(1)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import io
+import itertools
 import logging
+import random
+import sys
+import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning as L
+import numpy
 import pytest
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
-from .common import FEW, PLAIN, Net, Way, X, col, fit, lin, near, sgd, weights
+from .common import FEW, PLAIN, Net, Way, X, col, fit, half_square, lin, near, sgd, weights
 from .common import in_every_default_way as in_every_way
 
 AUTO = {"split": "auto"}
@@ -173,6 +180,51 @@ def test_a_fixed_split_that_does_not_fit_warns(
     module = Net(*map(lin, values), loss=loss, optimizer=sgd(0.0))
     with pytest.warns(UserWarning, match=words):
         fit(module, [batch], Way(m, 2), strategy={"split": "step", "loss_weight": "samples"})
+
+
+def of_a_field_that_is_not_there(batch: Tensor) -> Tensor:
+    return batch["mask"].sum()  # type: ignore[call-overload]
+
+
+def of_infinitely_many(batch: Tensor) -> float:
+    return float("inf")
+
+
+def tokens_of_the_user(batch: Tensor) -> Tensor:
+    return batch.sum()
+
+
+tokens_of_the_user.__name__ = "tokens"
+
+
+@pytest.mark.parametrize(
+    ("weight", "words"),
+    [
+        ("tokens", r"loss_weight='tokens' cannot be computed \(ValueError.*: 'samples' is used"),
+        (of_infinitely_many, "loss_weight='of_infinitely_many' cannot be computed .*gave inf for microbatch 0"),
+        (of_a_field_that_is_not_there, r"of_a_field_that_is_not_there' cannot be computed \(.*: 'samples'"),
+        ("sum", "loss_weight='sum' does not give the loss of the whole batch: 'samples' is used"),
+        (tokens_of_the_user, "loss_weight='tokens' does not give the loss of the whole batch: 'samples' is used"),
+    ],
+)
+def test_a_weighting_of_the_user_s_that_is_not_used_is_named(weight: Any, words: str) -> None:
+    """It was replaced without a word by one that fits."""
+    module, plain = (Net(lin(2), loss=half_square, optimizer=sgd(0.1)) for _ in range(2))
+    with pytest.warns(UserWarning, match=words):
+        fit(module, [X, X], Way(3, 2), strategy={**AUTO, "loss_weight": weight})
+    fit(plain, [X, X], PLAIN)
+    assert weights(module) == near(weights(plain))
+
+
+def test_a_weighting_of_the_user_s_is_not_mistaken_for_ours_of_that_name() -> None:
+    def loss(module: Net, batch: Tensor) -> Tensor:
+        return (module.net(batch) * batch).sum() / batch.sum()
+
+    module, plain = (Net(lin(2), loss=loss, optimizer=sgd(0.1)) for _ in range(2))
+    trainer = fit(module, [X, X], Way(3, 2), strategy={**AUTO, "loss_weight": tokens_of_the_user})
+    fit(plain, [X, X], PLAIN)
+    assert weights(module) == near(weights(plain))
+    assert trainer.strategy._decided == ("step", tokens_of_the_user)  # type: ignore[attr-defined]
 
 
 @in_few_pipelines
@@ -440,6 +492,204 @@ def test_numbers_that_each_run_would_draw_again(draw: Callable[[Tensor], Tensor]
 
     assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), batches)
     assert_as_plain(with_noise_in_a_layer, batches)
+
+
+def by_a_permutation(batch: Tensor) -> Tensor:
+    return torch.randperm(batch.numel()).view_as(batch).to(batch.dtype)
+
+
+def by_python(batch: Tensor) -> Tensor:
+    return torch.full_like(batch, random.random())
+
+
+def by_numpy(batch: Tensor) -> Tensor:
+    return torch.full_like(batch, numpy.random.rand())
+
+
+OF_NUMPY = numpy.random.default_rng(3)
+
+
+def by_a_generator_of_numpy(batch: Tensor) -> Tensor:
+    return torch.full_like(batch, OF_NUMPY.random())
+
+
+@pytest.mark.parametrize(
+    ("draws", "split"),
+    [(each, split) for split in ("auto", "step") for each in (
+        by_a_generator_of_the_step, by_a_seed_of_the_step, by_a_permutation, by_python, by_numpy,
+        by_a_generator_of_numpy,
+    )],
+)  # fmt: skip
+def test_random_numbers_of_the_step_are_not_taken_for_samples_that_are_coupled(
+    draws: Callable[[Tensor], Tensor], split: str, caplog: Any, recwarn: Any
+) -> None:
+    """A loss that is a mean over samples, of which the message said that it couples them."""
+
+    class Draws(Net):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return self.net(batch + draws(batch)).square().mean()
+
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        module = Draws(*hidden(), optimizer=sgd(0.1))
+        module.generator = OF_NUMPY
+        fit(module, [draw(8, 4).float()], Way(3, 2), strategy={"split": split})
+    said = [record.getMessage() for record in caplog.records] + [str(warning.message) for warning in recwarn]
+    (line,) = (line for line in said if line.startswith("roundpipe: split="))
+    assert "because the step draws random numbers" in line.lower()
+
+
+def by_its_slope(module: Net, batch: Tensor) -> Tensor:
+    x = batch.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(x.pow(3).sum(), x)
+    return (module.net(batch)[:, :4] * slope).square().mean()
+
+
+def by_a_network_s_slope(module: Net, batch: Tensor) -> Tensor:
+    """The second derivative is that of code between layers."""
+    x = module.net(batch)
+    (slope,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+    return slope.square().mean()
+
+
+def by_its_slope_and_over_the_batch(module: Net, batch: Tensor) -> Tensor:
+    return by_its_slope(module, batch) + module.net(batch).var()
+
+
+@pytest.mark.parametrize(
+    ("loss", "split"),
+    [(by_its_slope, "step"), (by_a_network_s_slope, "step"), (by_its_slope_and_over_the_batch, "model")],
+)
+def test_a_step_that_differentiates_code_of_its_own(loss: Callable[[Net, Any], Tensor], split: str) -> None:
+    """The extra runs of the first batch have no gradients: it failed there, and its batches stayed whole."""
+    assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), [draw(8, 4, seed=i) for i in range(3)])
+    trainer = fit(Net(*hidden(), loss=loss, optimizer=sgd(0.1)), [draw(8, 4).float()], Way(3, 2))
+    assert trainer.strategy._decided[0] == split  # type: ignore[attr-defined]
+
+
+FACTORS = [1.0, 3.0, 2.0, 5.0, 4.0, 7.0, 6.0, 9.0, 8.0, 11.0]
+
+
+class Takes(Net):
+    """A factor of each batch, from an iterator."""
+
+    def __init__(self, factors: Any, take: Callable[[Any], float] = next, loss: Any = mean_square) -> None:
+        super().__init__(*hidden(), optimizer=sgd(0.01), loss=loss)
+        self.factors = factors
+        self.take = take
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(self, batch) * self.take(self.factors)
+
+
+class Countdown:
+    """An iterator of the user's, with one inside."""
+
+    def __init__(self) -> None:
+        self.left = 10
+        self.inner = iter(FACTORS)
+
+    def __iter__(self) -> Countdown:
+        return self
+
+    def __next__(self) -> float:
+        self.left -= 1
+        return self.left * next(self.inner)
+
+
+def advanced_cycle() -> Any:
+    """In its second round, it gives what it has kept of the first."""
+    cycle = itertools.cycle(iter(FACTORS[:3]))
+    for _ in range(4):
+        next(cycle)
+    return cycle
+
+
+TAKEN = {
+    "list": lambda: iter(FACTORS),
+    "dict": lambda: iter(dict.fromkeys(FACTORS)),
+    "reversed": lambda: reversed(FACTORS),
+    "tensor": lambda: iter(torch.tensor(FACTORS)),
+    "count": lambda: itertools.count(1, 0.5),
+    "cycle": lambda: itertools.cycle(iter(FACTORS[:3])),
+    "second round of a cycle": advanced_cycle,
+    "islice": lambda: itertools.islice(iter(FACTORS), 1, None, 2),
+    "chain": lambda: itertools.chain(iter(FACTORS[:1]), iter(FACTORS)),
+    "iterators from a list": lambda: itertools.chain.from_iterable([iter(FACTORS[:1]), iter(FACTORS)]),
+    "map": lambda: map(lambda a, b: a * b, itertools.count(1), iter(FACTORS)),
+    "tee": lambda: itertools.tee(iter(FACTORS))[1],
+    "of the user's": Countdown,
+}
+HELD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], float]]] = {
+    "attribute": (lambda it: it, next),
+    "in a list": (lambda it: [it], lambda held: next(held[0])),
+    "in a dict of lists": (lambda it: {"a": [0, it]}, lambda held: next(held["a"][1])),
+    "in an object": (lambda it: types.SimpleNamespace(a=it), lambda held: next(held.a)),
+    "twice": (lambda it: [it, it], lambda held: next(held[0]) + next(held[1])),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "held"), [*((kind, "attribute") for kind in TAKEN), *(("list", held) for held in HELD)]
+)
+def test_iterators_are_where_they_were_after_the_extra_runs(kind: str, held: str) -> None:
+    """Items that the extra runs took, so that the batches got those after them."""
+    batches = [draw(8, 4, seed=i) for i in range(3)]
+    hold, take = HELD[held]
+    made: list[Takes] = []
+
+    def make() -> Takes:
+        made.append(Takes(hold(TAKEN[kind]()), take))
+        return made[-1]
+
+    assert_as_plain(make, batches)
+    plain, ours = (float(take(module.factors)) for module in made)
+    assert ours == plain
+
+
+def generator() -> Iterator[float]:
+    yield from FACTORS
+
+
+def lines() -> Any:
+    return io.StringIO("\n".join(map(str, FACTORS)))
+
+
+UNCOPYABLE: dict[str, tuple[Callable[[], Any], Callable[[Any], float]]] = {
+    "generator": (generator, next),
+    "generator in a chain": (lambda: itertools.chain(generator()), next),
+    "lines of a file": (lines, lambda file: float(next(file))),
+    "reads of a file": (lines, lambda file: float(file.readline())),
+    "calls of a function": (lambda: iter(generator().__next__, None), next),
+    "data loader": (lambda: iter(DataLoader(FACTORS, batch_size=None)), next),
+    "for loop": (generator, lambda factors: next(factor for factor in factors)),
+}
+
+
+@pytest.mark.parametrize("kind", UNCOPYABLE)
+def test_iterators_that_cannot_be_copied_are_not_taken_from(kind: str, caplog: Any) -> None:
+    """Nothing can put them back: the step is not tried, and stays whole."""
+    make, take = UNCOPYABLE[kind]
+    batches = [draw(8, 4, seed=i) for i in range(3)]
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        assert_as_plain(lambda: Takes(make(), take), batches)
+    said = [r.getMessage() for r in caplog.records if "cannot be copied and put back where it was" in r.getMessage()]
+    assert len(said) == 1 and "an iterator ('factors')" in said[0] and "so split='whole'" in said[0]
+
+
+@pytest.mark.parametrize("make", [generator, lines, lambda: iter(DataLoader(FACTORS)), lambda: sys.stdout])
+def test_iterators_that_the_step_does_not_use_are_no_matter(make: Callable[[], Any]) -> None:
+    module = Takes(make(), lambda factors: 1.0)
+    trainer = fit(module, [draw(8, 4).float()], Way(3, 2))
+    assert trainer.strategy._decided[0] == "step"  # type: ignore[attr-defined]
+    assert type(module.factors) is type(make())
+
+
+def test_a_step_that_takes_an_item_of_each_batch_is_named(caplog: Any) -> None:
+    """Microbatches would take an item each, whatever the loss."""
+    with caplog.at_level(logging.INFO, logger="lightning.pytorch.utilities.rank_zero"):
+        fit(Takes(iter(FACTORS)), [draw(8, 4).float()], Way(3, 2))
+    (line,) = (r.getMessage() for r in caplog.records if "split='model'" in r.getMessage())
+    assert "because each run of the step changes factors anew" in line
 
 
 def test_loggers_are_told_once() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from .common import FEW, PLAIN, AtBatchEnd, Net, Way, X, col, fit, in_every_way, lin, near, weights
+from .common import FEW, PLAIN, AtBatchEnd, Net, Way, X, col, fit, half_square, in_every_way, lin, near, sgd, weights
 
 
 @in_every_way
@@ -36,6 +36,58 @@ def test_a_batch_smaller_than_the_number_of_microbatches(way: Way) -> None:
     fit(module, [X, col(7)], way)
     assert weights(module) == near([-10.0])
     assert min(rows) > 0
+
+
+class CountedNorm(nn.BatchNorm2d):
+    """Of pictures of one pixel."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(1, **options)
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.rows.append(len(x))
+        return super().forward(x[..., None, None])[..., 0, 0]
+
+
+@pytest.mark.parametrize("options", [{}, {"momentum": None}, {"track_running_stats": False}], ids=str)
+@in_every_way
+def test_a_small_batch_where_there_is_a_batch_norm(way: Way, options: dict[str, Any]) -> None:
+    """Microbatches of one sample, of which BatchNorm can make nothing: one device can train such a batch."""
+    states = []
+    for each in (way, PLAIN):
+        norm = CountedNorm(**options)
+        fit(module := Net(norm, lin(2), loss=half_square, optimizer=sgd(0.1)), [col(1, 2, 6), col(4, 8)], each)
+        assert set(norm.rows) == {2, 3}
+        states.append(module.state_dict())
+    torch.testing.assert_close(*states)
+
+
+@in_every_way
+def test_a_small_last_batch_where_there_is_a_batch_norm(way: Way) -> None:
+    """Later batches do as the first one has shown; fewer microbatches than others have are no matter."""
+    norm = CountedNorm()
+    batches = [col(*range(8)), col(1, 2, 6), col(5, 1, 3, 4, 9)]
+    fit(Net(norm, lin(2), loss=half_square, optimizer=sgd(0.1)), batches, way)
+    assert min(norm.rows) >= 2
+    assert (norm.running_mean.item(), norm.running_var.item()) == near(running_statistics(batches))
+
+
+def running_statistics(batches: list[Tensor]) -> tuple[float, float]:
+    mean, variance = 0.0, 1.0
+    for batch in batches:
+        mean, variance = 0.9 * mean + 0.1 * batch.mean().item(), 0.9 * variance + 0.1 * batch.var().item()
+    return mean, variance
+
+
+def test_a_norm_in_evaluation_leaves_microbatches_of_one_sample() -> None:
+    class Frozen(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            self.net[0].eval()
+
+    norm = CountedNorm()
+    fit(Frozen(norm, lin(2), optimizer=sgd(0.1)), [col(1, 2, 6)], Way(3, 2, split="step"))
+    assert set(norm.rows) == {1}
 
 
 class Everything(nn.Module):
