@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import BaseModelOutput
-from zoo.test_zoo import Watched, by_text, largest_error, moved, optimizer_state, train_plain
+from zoo.test_zoo import Watched, by_text, largest_error, moved, optimizer_state, sizes_for, train_plain
 
 TOLERANCE = 1e-12
 DEVICES, MICROBATCHES = 2, 4
-SIZES = (5, 8, 6)
 WIDTH, TIME = 8, 4
 
 
@@ -877,10 +876,10 @@ def test_equals_plain_autograd(what: str, split: str) -> None:
     """Of the microbatches, and by default of the whole batch."""
     kind = HAZARDS[what]
     parts = MICROBATCHES if split == "step" or what in NORMALIZE else 1
-    batches, plain_batches = (
-        [batches_of(sequences, 1, size, seed=seed)[0] for seed, size in enumerate(SIZES)] for _ in range(2)
-    )
     start, plain, ours = (made(kind) for _ in range(3))
+    batches, plain_batches = (
+        [batches_of(sequences, 1, size, seed=seed)[0] for seed, size in enumerate(sizes_for(start))] for _ in range(2)
+    )
     plain_losses, plain_optimizer = train_plain(plain, plain_batches, parts)
     plain.on_train_end()
     strategy = Watched(microbatches=MICROBATCHES, split=split)

@@ -13,8 +13,9 @@ Models that are trained through the pipeline in the tests and compared with plai
 `tests/zoo/test_zoo.py`; run `make test ARGS=tests/zoo` to write it again.
 
 Every model is small and has random weights. It is trained in 64-bit precision for {steps} optimizer steps, with
-{devices} devices and {microbatches} microbatches, on batches of {sizes} samples. The reference is a plain loop: the
-same microbatches, the same losses weighted by number of samples, `loss.backward()`, `optimizer.step()`. Parameters
+{devices} devices and {microbatches} microbatches, on batches of {sizes} samples (with BatchNorm of two for each
+microbatch at least). The reference is a plain loop: the same microbatches, the same losses weighted by number of
+samples, `loss.backward()`, `optimizer.step()`. Parameters
 (trained, frozen and unused ones), gradients as the optimizer's state sums them up, buffers and losses must agree to
 {tolerance} of the largest value of the tensor, or, where that is next to zero, of a ten thousandth of the largest of
 all. Running statistics of BatchNorm must be those of whole batches.
