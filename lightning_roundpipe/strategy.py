@@ -65,6 +65,8 @@ from lightning_roundpipe.step_profiling import StepProfiling, recording_nothing
 from lightning_roundpipe.trees import map_tree
 
 _CHECKPOINT_KEY = "roundpipe"
+_FEW_BATCHES = 10
+"""It is not worth while to spare the garbage collector what was there before so few."""
 
 
 class RoundPipeStrategy(MultiProcessStrategy):
@@ -325,7 +327,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._communicates = False
         self._gradients_unused = False
         self._decided = None
-        self._spared = SparedObjects()
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
@@ -428,6 +429,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         pipeline = self._pipeline or self._open()
         assert self._between is not None
         self._begin_window(pipeline, trainer)
+        if self._spared is None and pipeline.batches >= _FEW_BATCHES:
+            self._spared = SparedObjects()
         batch, rest = args[0], args[1:]
         training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
         if self.split != "whole" and self._wanted() > 1 and (self._decided is None or self._looks_again(pipeline)):

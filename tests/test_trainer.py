@@ -910,6 +910,9 @@ def test_batch_norm_over_one_sample_names_the_remedy() -> None:
             super().__init__()
             self.net.append(nn.BatchNorm1d(self.net[-1].out_features))
 
+        def split(self, batch: dict[str, Tensor], microbatches: int) -> list[dict[str, Tensor]]:
+            return [{name: value[i : i + 1] for name, value in batch.items()} for i in range(microbatches)]
+
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
         fit_pipeline(Normalized().double(), batches_of(vectors, 1, 2), 2, 2)
     assert "fewer `microbatches`" in caught.value.__notes__[-1]

@@ -38,7 +38,7 @@ from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor, Turnstile
 from lightning_roundpipe.pipeline.weight_actions import WeightActions
 from lightning_roundpipe.schedules import Scheduler
 from lightning_roundpipe.state.gradients import BatchGradients, Gradients
-from lightning_roundpipe.state.host_memory import trim
+from lightning_roundpipe.state.host_memory import give_back_surplus
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 
@@ -240,8 +240,7 @@ class Pipeline:
             foreign = (map(id, layer.traits.foreign) for layer in self.layers)
             self.store.travel_in_half(half_parameters(self.layers, batch.used_outside.union(*foreign)))
             if batch.serial and not batch.deferred:
-                self.gradients.settle(rounds=rounds_gradients)
-                trim()
+                give_back_surplus(self.gradients.settle(rounds=rounds_gradients))
         with_state = {layer.index for layer in self.layers if layer.traits.writes_state}
         if with_state and not with_state.isdisjoint(repeated(sequences)):
             self.run_serially("a layer that writes its own state is called several times in a step")

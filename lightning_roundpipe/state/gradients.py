@@ -7,6 +7,7 @@ first (last use first), then the microbatches in turn, batch after batch until t
 import threading
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +67,13 @@ class _Memory:
             with self._lock:
                 self._free.setdefault((tensor.shape, tensor.stride(), tensor.dtype), []).append(tensor)
 
-    def let_go(self) -> None:
-        """Keeps only what is in use."""
+    def let_go(self) -> int:
+        """Keeps only what is in use. Returns how many bytes were not."""
         with self._lock:
-            self.made -= sum(map(len, self._free.values()))
+            tensors = list(chain.from_iterable(self._free.values()))
+            self.made -= len(tensors)
             self._free.clear()
+        return sum(tensor.nbytes for tensor in tensors)
 
 
 class _Sum:
@@ -178,13 +181,13 @@ class Gradients:
             if (half := self.store.half_precision(parameter)) is not None:
                 self.sums[unit.index].round(index, half)
 
-    def settle(self, *, rounds: bool) -> None:
+    def settle(self, *, rounds: bool) -> int:
         """After the first batch, which is complete and has shown what travels in half precision: keeps its sums so, and
-        lets go of the memory that is left over.
+        lets go of the memory that is left over. Returns its bytes.
         """
         for unit in self.store.units if rounds else ():
             self.round(unit)
-        self.memory.let_go()
+        return self.memory.let_go()
 
     def clear(self, unit: Unit) -> None:
         """Starts the unit's sums anew."""

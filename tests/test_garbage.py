@@ -1,0 +1,48 @@
+"""What was there before training is not looked through in every garbage collection while it goes on."""
+
+import gc
+
+import pytest
+import torch
+from helpers import fit_pipeline
+from models import MLP, Lit, batches_of, vectors
+
+from lightning_roundpipe.garbage import SparedObjects
+
+
+@pytest.fixture
+def nothing_spared() -> None:
+    gc.unfreeze()  # by the tests themselves
+
+
+class Counts(MLP):
+    """How many objects are spared, in each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spared: list[int] = []
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.spared.append(gc.get_freeze_count())
+
+
+def trained(batches: int) -> Lit:
+    torch.manual_seed(0)
+    model = Counts().double()
+    fit_pipeline(model, batches_of(vectors, batches, 4), 2, 2)
+    return model
+
+
+def test_objects_are_spared_during_a_training(nothing_spared: None) -> None:
+    model = trained(13)
+    assert model.spared[:10] == [0] * 10 and all(model.spared[11:])
+    assert gc.get_freeze_count() == 0
+
+
+def test_what_the_program_spares_stays_spared(nothing_spared: None) -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+    spared = SparedObjects()
+    assert gc.get_freeze_count() <= before
+    spared.release()
+    assert gc.get_freeze_count() > 0.9 * before
