@@ -183,7 +183,23 @@ def test_batches_do_not_wait_for_a_search() -> None:
     go_on.set()
     planning.planning.close()
     assert len(scheduler.searched) == 1
-    assert planning.take(CALLS) is not None
+
+
+@pytest.mark.timeout(30)
+def test_a_search_ends_when_the_pipeline_does() -> None:
+    class Endless(Scheduler):
+        def plan(self, *args: Any) -> tuple[Partition, int]:
+            *_, give_way = args
+            begun.set()
+            while True:
+                give_way()
+
+    begun = threading.Event()
+    planning = Asked(Endless("roundpipe", 2))
+    planning.consider(CALLS, FORWARD, BACKWARD, 5)
+    assert begun.wait(10)
+    planning.planning.close()
+    assert planning.take(CALLS) is None
 
 
 # --- the costs that it is given

@@ -7,6 +7,7 @@ from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.measuring import Measured
 from lightning_roundpipe.pipeline.plan import Plan, merged_calls
 from lightning_roundpipe.pipeline.threads import WorkThread
+from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.schedules import Scheduler
 
 _CHANGE = 0.1
@@ -40,6 +41,7 @@ class Planning:
         self._failed = failed
         self._thread: WorkThread | None = None
         self._searching = False
+        self._closed = False
         self._rest = 0.0
         self._rests_until = 0.0
         self._found: Plan | None = None
@@ -75,6 +77,8 @@ class Planning:
             self._consider(merged, batch.microbatches)
 
     def close(self) -> None:
+        """A search that is under way ends here."""
+        self._closed = True
         if self._thread is not None:
             self._thread.close()
 
@@ -95,13 +99,18 @@ class Planning:
         self._thread = self._thread or WorkThread("roundpipe-planner")
         self._thread.submit(lambda: self._search(calls, forward, backward, microbatches), lambda: None)
 
+    def _give_way(self) -> None:
+        if self._closed:
+            raise Cancelled
+        sleep(_PAUSE)
+
     def _search(self, calls: tuple[int, ...], forward: list[float], backward: list[float], microbatches: int) -> None:
         start = monotonic()
         try:
-            partition, lanes = self._scheduler.plan(
-                forward, backward, microbatches, self._staleness, lambda: sleep(_PAUSE)
-            )
+            partition, lanes = self._scheduler.plan(forward, backward, microbatches, self._staleness, self._give_way)
             self._found = Plan.make(calls, partition, lanes)
+        except Cancelled:
+            return
         except BaseException as error:
             error.add_note("roundpipe: while planning stages")
             self._failed(error)
