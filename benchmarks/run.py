@@ -28,6 +28,7 @@ BENCHMARKS = {
     "memory": "Host memory",
     "growth": "What grows with the model",
     "steady": "A late step by an early one, a slow step beside the computation",
+    "schedules": "Every schedule by its simulation",
 }
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000"}
 """One thread for each device, and none that spins while a neighbour needs the core."""

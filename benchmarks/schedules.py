@@ -7,15 +7,12 @@ run on few cores. What is left of the difference is what the runtime itself cost
 """
 
 import argparse
-import json
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich import print as show
-from rich.table import Table
+from common import Row, show
 from sleeping import Sleepers
 
 from lightning_roundpipe.devices import CpuDevice
@@ -41,7 +38,7 @@ class Given(Scheduler):
         return super().schedule(partition, microbatches, **more)
 
 
-def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+def run(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Busy share of the devices in one batch: measured (the median of some) and simulated."""
     m, seconds = options.microbatches, options.milliseconds / 1000
     model = Sleepers([seconds] * options.layers)
@@ -78,38 +75,34 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def measure(devices: int = 8, layers: int = 16, microbatches: int = 16, milliseconds: float = 20) -> list[Row]:
+    torch.set_num_threads(1)
+    options = argparse.Namespace(
+        devices=devices, layers=layers, microbatches=microbatches, milliseconds=milliseconds, batches=1
+    )
+    found = [run(name, options) for name in NAMES]
+    return [
+        Row(
+            f"busy share by the simulated one, {each['schedule']}",
+            100 * abs(each["measured_busy"] - each["simulated_busy"]),
+            "points",
+            target=100 * TARGET,
+            at_most=True,
+            peer=f"{100 * each['measured_busy']:.1f} % by {100 * each['simulated_busy']:.1f} %",
+        )
+        for each in found
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", type=int, default=8)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--milliseconds", type=float, default=20, help="forward of a layer; backward: twice that")
-    parser.add_argument("--batches", type=int, default=3)
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/schedules.json"))
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    rows = [measure(name, options) for name in NAMES]
-    table = Table(
-        title=f"{options.devices} devices, {options.layers} layers, {options.microbatches} microbatches",
-        caption=f"busy: share of the devices' time; target: the two within {100 * TARGET:.0f} points",
-    )
-    for title in ("schedule", "busy, measured", "simulated", "difference", "s per batch, measured", "simulated"):
-        table.add_column(title, justify="left" if title == "schedule" else "right", no_wrap=title == "schedule")
-    for row in rows:
-        difference = row["measured_busy"] - row["simulated_busy"]
-        table.add_row(
-            row["schedule"],
-            f"{100 * row['measured_busy']:.1f} %",
-            f"{100 * row['simulated_busy']:.1f} %",
-            f"{100 * difference:+.1f}" + ("" if abs(difference) <= TARGET else " MISSED"),
-            f"{row['measured_seconds']:.2f}",
-            f"{row['simulated_seconds']:.2f}",
-        )
-    show(table)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(
-        json.dumps({"options": vars(options) | {"output": str(options.output)}, "rows": rows}, indent=1)
-    )
+    options = vars(parser.parse_args())
+    title = f"{options['devices']} devices, {options['layers']} layers, {options['microbatches']} microbatches"
+    show(title, measure(**options), "schedules.json")
 
 
 if __name__ == "__main__":

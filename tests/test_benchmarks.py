@@ -25,7 +25,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 @pytest.mark.parametrize("name", NAMES)
 def test_schedules(name: str, benchmark: Any) -> None:
     options = argparse.Namespace(devices=2, layers=4, microbatches=4, milliseconds=1, batches=1)
-    row = benchmark("schedules").measure(name, options)
+    row = benchmark("schedules").run(name, options)
     assert row["schedule"] == name
     assert 0 < row["measured_busy"] < 1 and 0 < row["simulated_busy"] <= 1
     assert row["measured_seconds"] > row["simulated_seconds"] > 0

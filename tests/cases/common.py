@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -159,6 +160,14 @@ class Way:
             "split": self.split,
         }
         return {"devices": self.devices, "strategy": RoundPipeStrategy(**(options | strategy))}
+
+
+class SlowSGD(torch.optim.SGD):
+    """A step that takes longer than a batch, so that an unordered step would show; nothing waits for the time."""
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(0.05)
+        return super().step(closure)
 
 
 PLAIN = Way(microbatches=1, devices=1, plain=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ from .common import (
     LoggedLosses,
     LogsLoss,
     Net,
+    SlowSGD,
     Way,
     X,
     adam,
@@ -133,14 +133,6 @@ def test_adam_steps_once_a_batch_on_the_modules_own_parameters(way: Way) -> None
     trainer = fit(unseen, [X] * 3, way)
     assert weights(unseen) == near([-0.3])
     assert trainer.optimizers[0].state[unseen.net[0].weight]["step"] == 3
-
-
-class SlowSGD(torch.optim.SGD):
-    """A step that takes longer than a batch, so that an unordered step would show."""
-
-    def step(self, closure: Any = None) -> Any:
-        time.sleep(0.05)
-        return super().step(closure)
 
 
 def run_steps(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import lightning as L
 import numpy
@@ -13,7 +11,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 
-from .common import FEW, PLAIN, STALE, AtBatchEnd, Net, Way, X, col, fit, in_every_way, lin, near, sgd, weights
+from .common import FEW, PLAIN, STALE, AtBatchEnd, Net, SlowSGD, Way, X, col, fit, in_every_way, lin, near, sgd, weights
 
 
 class Pass(NamedTuple):
@@ -108,14 +106,6 @@ class OverflowsUnseen(Overflows):
     """The same, with no hook that looks at the gradients."""
 
     on_before_optimizer_step = L.LightningModule.on_before_optimizer_step
-
-
-class SlowSGD(torch.optim.SGD):
-    """Takes longer than a batch."""
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        time.sleep(0.02)
-        return super().step(closure)
 
 
 class OverflowsSlowly(OverflowsUnseen):
