@@ -93,6 +93,12 @@ class GradientPenalty(Model):
         return made + slope
 
 
+@refused("Transforms of `torch.func` around layers", "layer 'blocks.0' is called within a transform", OUT_OF_IT)
+class MappedLayers(Model):
+    def output(self, x: Tensor) -> Tensor:
+        return torch.func.vmap(super().output)(x)
+
+
 @refused("Gradients taken within `training_step`", "layer 'blocks.4': gradients .* within training_step", OUT_OF_IT)
 class GradientInTheStep(GradientPenalty):
     create_graph = False

@@ -24,19 +24,16 @@ _LEAF_TYPES = (
 
 
 _PLAIN_TYPES = {tuple, list, dict}
-
-
-class _Leaf:
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
+_TENSOR_TYPES = {Tensor, nn.Parameter}
+_ATOMS = {bool, int, float, str, type(None)}
 
 
 class _Node:
+    """A container. Its children are nodes, or the numbers of leaves."""
+
     __slots__ = ("children", "index", "keys", "original")
 
-    def __init__(self, index: int, original: Any, keys: list[Any] | None, children: list[Any]) -> None:
+    def __init__(self, index: int, original: Any, keys: list[Any] | None, children: "list[_Node | int]") -> None:
         self.index = index
         self.original = original
         self.keys = keys
@@ -60,15 +57,19 @@ class Structure:
         self.leaves: list[Any] = []
         self._nodes: list[_Node] = []
         self._seen: dict[int, _Node] = {}
-        self._tensors: dict[int, _Leaf] = {}
+        self._tensors: dict[int, int] = {}
         self._known = known or {}
         self._root = self._take(tree)
 
-    def _take(self, item: Any) -> _Leaf | _Node:
-        if type(item) not in _PLAIN_TYPES and isinstance(item, _LEAF_TYPES):
+    def _take(self, item: Any) -> _Node | int:
+        kind = type(item)
+        if kind in _TENSOR_TYPES or (kind not in _PLAIN_TYPES and isinstance(item, Tensor)):
+            return self._tensor(item)
+        if kind in _ATOMS or (kind not in _PLAIN_TYPES and isinstance(item, _LEAF_TYPES)):
             return self._leaf(item)
         if self._known and id(item) in self._known:
-            return self._leaf(self._known[id(item)])
+            item = self._known[id(item)]
+            return self._tensor(item) if isinstance(item, Tensor) else self._leaf(item)
         if (node := self._seen.get(id(item))) is not None:
             return node
         contents = _contents(item)
@@ -86,16 +87,16 @@ class Structure:
         node.children = [self._take(value) for value in values]
         return node
 
-    def _leaf(self, item: Any) -> _Leaf:
-        if isinstance(item, Tensor):  # one tensor in several places stays one tensor
-            known = self._tensors.get(id(item))
-            if known is not None:
-                return known
-        leaf = _Leaf(len(self.leaves))
+    def _tensor(self, item: Tensor) -> int:
+        """One tensor in several places stays one tensor."""
+        number = self._tensors.get(id(item))
+        if number is None:
+            number = self._tensors[id(item)] = self._leaf(item)
+        return number
+
+    def _leaf(self, item: Any) -> int:
         self.leaves.append(item)
-        if isinstance(item, Tensor):
-            self._tensors[id(item)] = leaf
-        return leaf
+        return len(self.leaves) - 1
 
     def build(self, leaves: Sequence[Any]) -> tuple[Any, "Built"]:
         """Puts the tree together with other leaves. Returns it and the containers that were made for it."""
@@ -112,7 +113,8 @@ class Built:
     """The containers of one :meth:`Structure.build`, able to tell what was changed in them since."""
 
     def __init__(self, nodes: list[_Node], made: dict[int, Any]) -> None:
-        self._pairs = [(node.original, made[node.index]) for node in nodes if _mutable(made[node.index])]
+        mutable = [node for node in nodes if not isinstance(node.original, tuple)]
+        self._pairs = [(node.original, made[node.index]) for node in mutable]
         self._before = [_values(new) for _, new in self._pairs]
 
     def originals(self) -> dict[int, Any]:
@@ -199,14 +201,14 @@ def _set_attributes(item: Any, attributes: Mapping[str, Any]) -> None:
             vars(item)[name] = value
 
 
-def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
-    if type(node) is _Leaf:
-        return leaves[node.index]
+def _build(node: _Node | int, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
+    if isinstance(node, int):
+        return leaves[node]
     if node.index in made:
         return made[node.index]
     original = node.original
     if isinstance(original, tuple):
-        items = [_build(child, leaves, made) for child in node.children]
+        items = [leaves[child] if isinstance(child, int) else _build(child, leaves, made) for child in node.children]
         new = type(original)(*items) if hasattr(original, "_fields") else type(original)(items)
         made[node.index] = new
         return new
@@ -217,7 +219,7 @@ def _build(node: Any, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
         return new
     new = _empty_like(original)
     made[node.index] = new
-    values = {key: _build(child, leaves, made) for key, child in zip(node.keys, node.children, strict=True)}
+    values = {k: _build(child, leaves, made) for k, child in zip(node.keys or (), node.children, strict=True)}
     if type(original) is dict:
         new.update(values)
     elif isinstance(original, OrderedDict) and hasattr(original, "__dataclass_fields__"):
@@ -263,10 +265,6 @@ def _empty_like(original: Any) -> Any:
     if isinstance(original, types.SimpleNamespace):
         return type(original)()
     return object.__new__(type(original))
-
-
-def _mutable(item: Any) -> bool:
-    return not isinstance(item, tuple)
 
 
 def _values(item: Any) -> list[Any]:

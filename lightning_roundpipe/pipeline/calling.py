@@ -67,9 +67,14 @@ class LayerCalls(CallOwner):
 
     def call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One layer call of the user's step."""
+        if torch._C._are_functorch_transforms_active():
+            raise RuntimeError(
+                f"{layer.label} is called within a transform of torch.func (vmap, grad, jvp...), which cannot see"
+                " through the pipeline. Keep the layer out of it with RoundPipeStrategy(layers=...)."
+            )
         if self._parametrized and parametrize._cache_enabled:
             raise RuntimeError(
-                f"layer {layer.name!r} is called within torch.nn.utils.parametrize.cached(), whose cache belongs to the"
+                f"{layer.label} is called within torch.nn.utils.parametrize.cached(), whose cache belongs to the"
                 " whole process, while layers run for several microbatches and again for the backward pass. Leave the"
                 " context out: a parametrization is computed once in each call."
             )
@@ -91,10 +96,12 @@ class LayerCalls(CallOwner):
             versions = [leaf._version for leaf in leaves]
             run_mode = _mode(microbatch, call, grad)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
-            in_turn = batch.enter_layer(layer.index, microbatch.index)
+            ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
+            in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)
             run = self._executor.forward(microbatch, call, run_mode, number)
-            batch.leave_layer(layer.index)
-            if layer.traits.writes_state and not in_turn and not batch.serial:
+            if ordered:
+                batch.leave_layer(layer.index)
+            if layer.traits.writes_state and not in_turn:
                 raise RuntimeError(
                     f"{call.label}: it keeps a state (buffers or attributes that its forward writes), and microbatches"
                     " call it in another order than one after the other, which they did not in the first batch. So the"
@@ -195,7 +202,7 @@ class LayerCalls(CallOwner):
         batch = microbatch.batch
         state = layer.attributes()
         attributes = [state.dicts[i][key] for i, key in state.inputs]
-        arguments = Structure((args, kwargs, *attributes))
+        arguments = Structure((args, tuple(kwargs.values()), *attributes))
         arguments.leaves = [microbatch.outside.replace(leaf) for leaf in arguments.leaves]
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         grad = grad and (
@@ -204,7 +211,7 @@ class LayerCalls(CallOwner):
             or bool(layer.traits.foreign)
         )
         leaves = self._store.layer_leaves(layer, batch.version)
-        call = Call(layer, f"layer {layer.name!r}", arguments, state, leaves, record=batch.records)
+        call = Call(layer, layer.label, arguments, tuple(kwargs), state, leaves, record=batch.records)
         call.merge_norm_statistics = batch.microbatches > 1
         return call, grad
 

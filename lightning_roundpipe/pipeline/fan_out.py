@@ -90,7 +90,7 @@ class FanOut(Batch):
             for i, leaf in zip(self.gradient_inputs, Enter.apply(microbatch.token, *self._inputs[index]), strict=True):
                 leaves[i] = leaf
         args, kwargs = self._rebuild(leaves)
-        with self._autocast[index], _grad_mode(self._grad):
+        with self._autocast[index].again(), _grad_mode(self._grad):
             return self._module.forward(*args, **kwargs)
 
     def take(self, index: int, result: Any) -> list[Tensor]:

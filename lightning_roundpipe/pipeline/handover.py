@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
-from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
+from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, same_state, seed_all
 from lightning_roundpipe.pipeline.turnstile import Baton, Monitor, Place
 
 
@@ -117,7 +117,7 @@ class Handover:
     def _swap_in(self, microbatch: Microbatch) -> None:
         batch = microbatch.batch
         now = torch.default_generator.get_state()
-        if self._left is not None and not torch.equal(now, self._left):
+        if self._left is not None and not same_state(now, self._left):
             raise RuntimeError(
                 "A layer drew random numbers on the CPU that it did not draw in the first batch, or a thread of your"
                 " own did while the step ran: neither can be repeated in the recompute. If it is a layer, it is one of"
@@ -155,7 +155,7 @@ class Handover:
             return
         now = torch.default_generator.get_state()
         microbatch.outside_random_state = microbatch.backward_random_state = None
-        if not torch.equal(now, outside):
+        if not same_state(now, outside):
             self.backward_draws = True
             microbatch.backward_random_state = now
             torch.default_generator.set_state(outside)

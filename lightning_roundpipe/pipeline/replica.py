@@ -9,8 +9,9 @@ import operator
 import types
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -121,6 +122,8 @@ class Layer:
     def __init__(self, index: int, name: str, module: nn.Module) -> None:
         self.index = index
         self.name = name
+        self.label = f"layer {name!r}"
+        """Names it in errors."""
         self.module = module
         self.modules = own_modules(module)
         self.kinds = [type(submodule) for submodule in self.modules]
@@ -152,6 +155,7 @@ class Layer:
         self.compiled: CompiledKind | None = None
         """The compiled code, if it is to run compiled."""
         self._state: AttributeState | None = None
+        self._state_items = Items(())
         self._free: list[Replica] = []
 
     def is_current(self) -> bool:
@@ -194,10 +198,11 @@ class Layer:
 
     def attributes(self) -> AttributeState:
         """The modules' attributes now. The same object as long as nothing changed."""
-        state = self._state
-        if state is not None and all(map(same_items, (m.__dict__ for m in self.modules), state.dicts)):
+        state, present = self._state, [module.__dict__ for module in self.modules]
+        if state is not None and self._state_items.same(present):
             return state
-        dicts = [dict(module.__dict__) for module in self.modules]
+        self._state_items = Items(present)
+        dicts = self._state_items.dicts()
         special = [
             (i, key)
             for i, attributes in enumerate(dicts)
@@ -350,6 +355,33 @@ def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a.values(), b.values())) and a.keys() == b.keys()
 
 
+class Items:
+    """What some dicts hold at one moment, to be compared with later ones: all at once, which is the fastest way."""
+
+    __slots__ = ("_keys", "_sizes", "_values")
+
+    def __init__(self, dicts: Sequence[Mapping[str, Any]]) -> None:
+        self._sizes = list(map(len, dicts))
+        self._keys = list(chain.from_iterable(dicts))
+        self._values = list(chain.from_iterable(map(_values_of, dicts)))
+
+    def same(self, dicts: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these hold the same objects under the same keys, in the same order."""
+        return (
+            list(map(len, dicts)) == self._sizes
+            and all(map(operator.is_, chain.from_iterable(map(_values_of, dicts)), self._values))
+            and list(chain.from_iterable(dicts)) == self._keys
+        )
+
+    def dicts(self) -> list[dict[str, Any]]:
+        """The dicts as they were."""
+        items = zip(self._keys, self._values, strict=True)
+        return [dict(islice(items, size)) for size in self._sizes]
+
+
+_values_of = operator.methodcaller("values")
+
+
 @dataclass(frozen=True, slots=True)
 class HookCall:
     """An inner module's call as its forward hooks would see it."""
@@ -388,11 +420,17 @@ class Replica:
             {key: None if child is None else self._inside(child, ()) for key, child in module._modules.items()}
             for module in layer.modules
         ]
-        self._submodules_at_first = [dict(children) for children in self._submodules]
-        self._masters: dict[int, Any] = {}
+        self._submodules_at_first = Items(self._submodules)
+        self._parameters: list[dict[str, Any]] = [{} for _ in self.shells]
+        self._parameters_at_first = Items(self._parameters)
+        self._masters: dict[int, Any] = {id(s): m for s, m in zip(self.shells, layer.modules, strict=True)}
+        self._tensors: dict[int, nn.Parameter] = {}
+        """The layer's own, for the parameters that it runs with, by id."""
         self._made: dict[int, Any] = {}
         """Functions of the layer's attributes, by id, bound to the shells."""
-        self._original: list[dict[str, Any]] = []
+        self._original = Items(())
+        self._state: AttributeState | None = None
+        """What is loaded, if another call can begin with it."""
         self._code: CompiledKind | None = None
         self._compiled_inside: dict[int, tuple[Any, Any]] = {}
         self._holding: list[Any] = []
@@ -426,22 +464,47 @@ class Replica:
         """
         layer = self.layer
         self._code = code
-        self.hook_calls = []
-        self.norm_statistics = []
-        if self.watched:
-            stand_for(self.shells, layer.modules)
-        for i, (shell, attributes) in enumerate(zip(self.shells, state.dicts, strict=True)):
-            new = dict(attributes)
-            new["_parameters"] = {}
-            new["_buffers"] = buffers[i]
-            new["_modules"] = self._submodules[i]
-            if i > 0 and new["_forward_hooks"]:
-                self._defer_hooks(i, new)
-            object.__setattr__(shell, "__dict__", new)
+        norms = layer.norms(training=True) if merge_norm_statistics else _NONE
+        special = bool(copies or holding or norms) or self._is_special(state)
+        if special or state is not self._state:
+            self._load_attributes(state, parameters)
+        self._state = None if special else state
+        for shell, its_buffers in zip(self.shells, buffers, strict=True):
+            shell.__dict__["_buffers"] = its_buffers
+        for i, key, index in layer.parameter_slots:
+            self._parameters[i][key] = None if index is None else parameters[index]
         for (i, key), value in copies.items():
             self.shells[i].__dict__[key] = value
         for (i, key), tensor in zip(state.inputs, inputs, strict=True):
             self.shells[i].__dict__[key] = tensor
+        for i in norms:
+            self._take_statistics_aside(i, self.shells[i])
+        if holding:
+            self._holding = [self.shells[i].__dict__[key] for i, key in holding]
+            self._held = {id(tensor) for value in self._holding for tensor in gradients_in(value)}
+        self._original = Items([shell.__dict__ for shell in self.shells])
+        self._parameters_at_first = Items(self._parameters)
+        self._tensors = {id(tensor): layer.parameters[i] for i, tensor in enumerate(parameters)}
+
+    def _is_special(self, state: AttributeState) -> bool:
+        """Whether what is loaded depends on more than the attributes, or should not be kept alive for another call."""
+        return (
+            bool(state.special or state.inputs or state.tensors or self.watched)
+            or self.layer.own_forward is not None
+            or any(attributes["_forward_hooks"] for attributes in state.dicts[1:])
+        )
+
+    def _load_attributes(self, state: AttributeState, parameters: Sequence[Tensor]) -> None:
+        layer = self.layer
+        if self.watched:
+            stand_for(self.shells, layer.modules)
+        for i, (shell, attributes) in enumerate(zip(self.shells, state.dicts, strict=True)):
+            new = dict(attributes)
+            new["_parameters"] = self._parameters[i]
+            new["_modules"] = self._submodules[i]
+            if i > 0 and new["_forward_hooks"]:
+                self._defer_hooks(i, new)
+            object.__setattr__(shell, "__dict__", new)
         for i, key in state.special:
             self.shells[i].__dict__[key] = self._inside(self.shells[i].__dict__[key], parameters)
         if layer.intercept is not None and self.shells[0].__dict__.get("forward") is layer.intercept:
@@ -449,24 +512,23 @@ class Replica:
                 del self.shells[0].__dict__["forward"]
             else:
                 self.shells[0].__dict__["forward"] = self._inside(layer.own_forward, parameters)
-        for i, key, index in layer.parameter_slots:
-            self.shells[i].__dict__["_parameters"][key] = None if index is None else parameters[index]
-        if merge_norm_statistics:
-            for i in layer.norms(training=True):
-                self._take_statistics_aside(i, self.shells[i])
-        self._holding = [self.shells[i].__dict__[key] for i, key in holding]
-        self._held = {id(tensor) for value in self._holding for tensor in gradients_in(value)}
-        self._original = [dict(shell.__dict__) for shell in self.shells]
-        self._masters = {id(shell): module for shell, module in zip(self.shells, layer.modules, strict=True)}
-        self._masters.update((id(tensor), layer.parameters[i]) for i, tensor in enumerate(parameters))
 
     def release(self) -> None:
-        """Drops everything that was loaded: a shell in waiting keeps nothing alive."""
-        for shell in self.shells:
-            object.__setattr__(shell, "__dict__", {})
-        self._original = []
+        """Drops what belongs to the call: a shell in waiting keeps no tensors alive."""
+        if self._state is None or not self._original.same([shell.__dict__ for shell in self.shells]):
+            self._state = None
+            for shell in self.shells:
+                object.__setattr__(shell, "__dict__", {})
+        elif self.layer.has_buffers:
+            for shell in self.shells:
+                shell.__dict__["_buffers"] = {}
+        for parameters in self._parameters:
+            parameters.clear()
+        self._original = Items(())
+        self._parameters_at_first = Items(())
         self._holding = []
-        self._masters = {}
+        self._held = set()
+        self._tensors = {}
         self._made = {}
         self.hook_calls = []
         self.norm_statistics = []
@@ -478,31 +540,27 @@ class Replica:
 
     def has_changed_structure(self) -> bool:
         """Whether the call has added, removed or replaced modules or parameters, as far as it can be seen."""
-        parameters = sum(len(shell.__dict__["_parameters"]) for shell in self.shells)
-        return (
-            parameters != len(self.layer.parameter_slots)
-            or any(
-                id(parameter) not in self._masters
-                for shell in self.shells
-                for parameter in shell.__dict__["_parameters"].values()
-                if parameter is not None
-            )
-            or not all(map(same_items, self._submodules, self._submodules_at_first))
+        unchanged = self._parameters_at_first.same([shell.__dict__["_parameters"] for shell in self.shells])
+        return not ((unchanged or self._has_all_parameters()) and self._submodules_at_first.same(self._submodules))
+
+    def _has_all_parameters(self) -> bool:
+        """Whether the parameters are all there: the call may have put them in another order."""
+        parameters = [shell.__dict__["_parameters"] for shell in self.shells]
+        return sum(map(len, parameters)) == len(self.layer.parameter_slots) and all(
+            parameter is None or id(parameter) in self._tensors for items in parameters for parameter in items.values()
         )
 
     def attribute_changes(self) -> list[tuple[int, str, Any]]:
         """What the call set on the modules: (module index, attribute, value)."""
-        changes = []
-        for i, (shell, before) in enumerate(zip(self.shells, self._original, strict=True)):
-            now = shell.__dict__
-            if same_items(now, before):
-                continue
-            changes += [
-                (i, key, self._outside(value))
-                for key, value in now.items()
-                if (key not in before or before[key] is not value) and key not in _TENSOR_DICTS
-            ]
-        return changes
+        present = [shell.__dict__ for shell in self.shells]
+        if self._original.same(present):
+            return []
+        return [
+            (i, key, self._outside(value))
+            for i, (before, now) in enumerate(zip(self._original.dicts(), present, strict=True))
+            for key, value in now.items()
+            if (key not in before or before[key] is not value) and key not in _TENSOR_DICTS
+        ]
 
     def held_gradients(self) -> list[Tensor]:
         """The tensors with gradients that the call has put into lists, dicts or objects of the modules'."""
@@ -580,7 +638,7 @@ class Replica:
         if isinstance(value, nn.Module):
             return self._masters.get(id(value), value)
         if isinstance(value, Tensor):
-            return self._masters.get(id(value), value)
+            return self._tensors.get(id(value), value)
         if isinstance(value, weakref.ref):
             target = value()
             return value if target is None else weakref.ref(self._outside(target))

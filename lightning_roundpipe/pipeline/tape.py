@@ -8,7 +8,7 @@ import contextvars
 import functools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.arguments import Built, Structure
@@ -114,7 +114,9 @@ class Call:
     Args:
         layer: The layer.
         label: Names the call in errors.
-        arguments: The arguments, taken apart. Their leaves are dropped once saved.
+        arguments: The positional arguments, those given by name, and attributes that are inputs, taken apart. Their
+            leaves are dropped once saved.
+        names: Of the arguments given by name.
         state: The layer's attributes before the call.
         parameters: The tensors to compute with.
         record: Warm-up: find out the layer's traits.
@@ -125,6 +127,7 @@ class Call:
         layer: Layer,
         label: str,
         arguments: Structure,
+        names: tuple[str, ...],
         state: AttributeState,
         parameters: Sequence[nn.Parameter],
         *,
@@ -133,6 +136,7 @@ class Call:
         self.layer = layer
         self.label = label
         self.arguments = arguments
+        self.names = names
         self.state = state
         self.parameters = parameters
         self.record = record
@@ -163,7 +167,8 @@ class Call:
         """In use until the backward is done: a checkpoint inside the layer runs its modules once more."""
         self._buffers: list[dict[str, Tensor | None]] | None = None
         self._copies: dict[tuple[int, str], Any] = {}
-        self._has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers) or bool(state.holding)
+        self.has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers) or bool(state.holding)
+        """Whether there is anything that the call might write."""
         self._state_versions: list[tuple[int, int]] = []
         self._norms_aside: frozenset[int] = frozenset()
         self._versions: list[tuple[int, Tensor, int]] = []
@@ -182,7 +187,7 @@ class Call:
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
         self._save_inputs(device, leaves, mode)
-        if self._has_state:
+        if self.has_state:
             taken, reading = layer.norms(training=True), layer.norms(training=False)
             self._norms_aside = taken if self.merge_norm_statistics else frozenset()
             versions, sizes = layer.state_versions(self.state, self._norms_aside), self.state.sizes()
@@ -235,7 +240,7 @@ class Call:
             self._half = dict.fromkeys(watch.cast_once(), half)
             if mode != Mode.DROP:  # no recompute that could confirm it
                 self._note_half({})
-        if self._has_state:
+        if self.has_state:
             self._state_versions = layer.state_versions(self.state, self._norms_aside)
             self._note_changed_attributes(held)
             changed = versions != self._state_versions or sizes != self.state.sizes() or bool(traits.changed_attributes)
@@ -273,7 +278,7 @@ class Call:
             self._find_foreign_parameters(reached, calls)
             # What the outputs do not depend on gets no gradient at all, as without us, rather than zeros.
             inputs = [given[i] if n in used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
-            outputs = _CallNode.apply(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
+            outputs = _call_node(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
         for i, argument in run.returned.items():  # the caller gets its own tensor back, as without us
@@ -453,7 +458,9 @@ class Call:
                 if self.deferred is not None:
                     found = self.deferred.differentiate(outputs, targets, seeds)
                 else:
-                    found = torch.autograd.grad(outputs, targets, seeds, allow_unused=True)
+                    found = _engine_run_backward(
+                        tuple(outputs), tuple(seeds), False, False, tuple(targets), True, accumulate_grad=False
+                    )
             except RuntimeError as error:
                 if "use_reentrant" in str(error):
                     raise RecomputeError(
@@ -478,7 +485,7 @@ class Call:
             if tensor._version != version:
                 self._found_input_change(i, "an argument was changed in place after the call")
         buffers = self._buffers
-        unchanged = not self._has_state or layer.state_versions(self.state, self._norms_aside) == self._state_versions
+        unchanged = not self.has_state or layer.state_versions(self.state, self._norms_aside) == self._state_versions
         if buffers is None:
             buffers = [dict(items) for items in layer.buffers()]
             self._copies = self.state.container_copies()
@@ -569,16 +576,15 @@ class Call:
         inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         edges: list[GradientEdge] = []
         versions: list[tuple[int, int]] = []
-        with ExitStack() as stack:
-            stack.enter_context(device.running())
-            stack.enter_context(self.autocast)
+        grad = _NOTHING if mode == Mode.PLAIN else torch.enable_grad()
+        deferring = _NOTHING if first else self.deferred or _NOTHING
+        with device.running(), self.autocast.again(), grad, self._saving(mode), deferring:
             if mode != Mode.PLAIN:
-                stack.enter_context(torch.enable_grad())
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
-                    entered = _EnterCall.apply(self.label, _LEAF, *(inputs[i] for i in self.gradient_inputs))
-                    edges = _edges(entered)
+                    entered = _enter_call(self.label, _LEAF, *(inputs[i] for i in self.gradient_inputs))
+                    edges = _edges(entered, lasting=mode == Mode.KEEP)
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
                 versions = [
@@ -586,15 +592,9 @@ class Call:
                     for i, leaf in enumerate(inputs)
                     if isinstance(leaf, Tensor) and not leaf.is_inference()
                 ]
-            if mode == Mode.DROP:
-                stack.enter_context(_saving_nothing(self.label))
-            elif torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
-                # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged))
             if not first:
                 self._put_random_state()
-                stack.enter_context(self.deferred or nullcontext())
-            (args, kwargs, *attributes), built = self.arguments.build(inputs)
+            (args, values, *attributes), built = self.arguments.build(inputs)
             replica.load(
                 self.state,
                 attributes,
@@ -607,13 +607,12 @@ class Call:
             )
             _thread.runs_again, _thread.in_layer = not first, True
             try:
-                output = replica.forward(*args, **kwargs)
+                output = replica.forward(*args, **dict(zip(self.names, values, strict=True)))
             finally:
                 _thread.runs_again = _thread.in_layer = False
             hook_calls = [(c.module, c.args, c.kwargs, c.output, c.moment) for c in replica.hook_calls]
             changed = [i for i, version in versions if inputs[i]._version != version]
-            memories = [memory for i in changed if (memory := _memory(inputs[i])) is not None]
-            if len(set(memories)) < len(memories):
+            if len(changed) > 1 and _share_memory(inputs[i] for i in changed):
                 raise RecomputeError(
                     f"{self.label}: the layer changes an argument in place that shares memory with another one (a view"
                     " of it): the other's gradient would be wrong. Pass a copy (tensor.clone()), or keep the layer out"
@@ -624,6 +623,15 @@ class Call:
             others = (hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
             escaped = (output, *others) if any(others) else (output,)
             return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed, held)
+
+    def _saving(self, mode: str) -> AbstractContextManager[Any]:
+        """What autograd's graph of the call saves."""
+        if mode == Mode.DROP:
+            return torch.autograd.graph.saved_tensors_hooks(_nothing, partial(_refuse, self.label))
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
+            return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+        return _NOTHING
 
     def _put_random_state(self) -> None:
         """As it was in the first run."""
@@ -683,6 +691,7 @@ class Enter(torch.autograd.Function):
         return (None, *gradients)
 
 
+_NOTHING = nullcontext()
 _LEAF = torch.empty(0, requires_grad=True)
 """Makes what a call begins with require gradients. It gets none itself."""
 
@@ -700,11 +709,16 @@ class _EnterCall(torch.autograd.Function):
         raise RuntimeError(_escaped(ctx.label))
 
 
-def _edges(entered: Sequence[Tensor]) -> list[GradientEdge]:
-    """The edges of the tensors that a node written in Python has returned, whatever is made of them later."""
+# Past Function.apply, which asks at every call whether a functorch transform is at work: layers are called in none.
+_enter_call = super(torch.autograd.Function, _EnterCall).apply
+_call_node = super(torch.autograd.Function, _CallNode).apply
+
+
+def _edges(entered: Sequence[Tensor], *, lasting: bool) -> list[GradientEdge]:
+    """The edges of the tensors that a node written in Python has returned; if lasting, whatever becomes of them."""
     node = entered[0].grad_fn
     assert node is not None
-    alive = entered[0].view_as(entered[0]).grad_fn  # in C++, a node keeps those alive that it leads to
+    alive = entered[0].view_as(entered[0]).grad_fn if lasting else None  # in C++, a node keeps alive what it leads to
     return [GradientEdge(node, tensor.output_nr, alive) for tensor in entered]
 
 
@@ -746,8 +760,22 @@ def _put_in_history(tensor: Tensor, changed: Tensor) -> None:
         tensor.copy_(changed)
 
 
+def _share_memory(tensors: Iterable[Tensor]) -> bool:
+    memories = [memory for tensor in tensors if (memory := _memory(tensor)) is not None]
+    return len(set(memories)) < len(memories)
+
+
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _nothing(_: Tensor) -> None:
+    """In place of a tensor that autograd would save."""
+
+
+def _refuse(label: str, _: None) -> Tensor:
+    """When that is asked for."""
+    raise RuntimeError(_escaped(label))
 
 
 def _escaped(label: str) -> str:
@@ -756,13 +784,6 @@ def _escaped(label: str) -> str:
         " a changed argument or through a forward hook. Its gradient cannot be computed. Return it from the layer, or"
         " keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
     )
-
-
-def _saving_nothing(label: str) -> AbstractContextManager[Any]:
-    def unpack(_: None) -> Tensor:
-        raise RuntimeError(_escaped(label))
-
-    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, unpack)
 
 
 @functools.cache
@@ -774,31 +795,28 @@ def _device_kinds() -> list[str]:
 class AutocastState:
     """The caller's autocast state, to be entered again and again."""
 
-    __slots__ = ("_contexts", "_settings")
+    __slots__ = ("_settings",)
 
     def __init__(self) -> None:
         self._settings = [
             (kind, torch.get_autocast_dtype(kind)) for kind in _device_kinds() if torch.is_autocast_enabled(kind)
         ]
-        self._contexts: list[ExitStack] = []
 
     def half_type(self, kind: str) -> torch.dtype | None:
         """What autocast casts to on devices of a kind, if it is on."""
         return dict(self._settings).get(kind)
 
-    def __enter__(self) -> None:
-        stack = ExitStack()
-        self._contexts.append(stack)
+    def again(self) -> AbstractContextManager[Any]:
+        """Brings the state into force for a while."""
         if not self._settings and not torch.is_autocast_enabled("cpu"):
-            return
+            return _NOTHING
+        stack = ExitStack()
         wanted = {kind for kind, _ in self._settings}
         for kind, dtype in self._settings:
             stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
         if "cpu" not in wanted and torch.is_autocast_enabled("cpu"):
             stack.enter_context(torch.autocast("cpu", enabled=False))
-
-    def __exit__(self, *exc: object) -> None:
-        self._contexts.pop().close()
+        return stack
 
 
 def graph_leaves(
