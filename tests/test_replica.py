@@ -1,5 +1,6 @@
 """Layers and their replicas: the layer's code and attributes, run on other tensors."""
 
+import copy
 import weakref
 from typing import Any
 
@@ -105,6 +106,59 @@ def test_references_to_itself_lead_to_the_replica() -> None:
     for output in replica.forward(x):
         assert torch.equal(output, expected)
     assert replica.attribute_changes() == []
+
+
+def test_copies_of_references_to_itself_lead_to_the_replica() -> None:
+    module, x = References(), torch.randn(3, 2)
+    layer = layer_of(module)
+    replica = loaded(layer, 2.0, copies=layer.attributes().container_copies())
+    expected = F.linear(x, module.inner.weight * 2, module.inner.bias * 2)
+    for output in replica.forward(x):
+        assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_it_serves_again_with_other_tensors(name: str) -> None:
+    module, x = MODULES[name]()
+    layer = layer_of(module)
+    for scale in (1.0, 1.0, 2.0, 3.0):
+        replica = loaded(layer, scale)
+        again = copy.deepcopy(module)
+        with torch.no_grad():
+            for parameter in again.parameters():
+                parameter.mul_(scale)
+        outputs = (out[0] if isinstance(out, tuple) else out for out in (replica.forward(x), again(x)))
+        assert torch.equal(*outputs)
+        layer.give_back(replica)
+
+
+def test_it_serves_again_after_the_attributes_have_changed() -> None:
+    module, x = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5)).eval(), torch.randn(3, 2)
+    layer = layer_of(module)
+    for p in (0.5, 0.0, 1.0):
+        module[1].p = p
+        module.train(p != 0.5)
+        replica = loaded(layer)
+        torch.manual_seed(0)
+        output = replica.forward(x)
+        torch.manual_seed(0)
+        assert torch.equal(output, module(x))
+        layer.give_back(replica)
+
+
+def test_what_a_call_has_set_is_gone_in_the_next() -> None:
+    class Remembers(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            assert not hasattr(self, "last")
+            self.last = x
+            return x
+
+    layer = layer_of(Remembers())
+    for _ in range(3):
+        replica = loaded(layer)
+        replica.forward(torch.ones(1))
+        assert [name for _, name, _ in replica.attribute_changes()] == ["last"]
+        layer.give_back(replica)
 
 
 def test_tied_parameters_are_one() -> None:

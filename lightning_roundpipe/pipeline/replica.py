@@ -225,7 +225,7 @@ class Layer:
             (i, key)
             for i, attributes in enumerate(dicts)
             for key, value in attributes.items()
-            if type(value) in (list, dict, set) and key not in _TENSOR_DICTS
+            if type(value) in (list, dict, set) and key not in OF_ALL_MODULES
         ]
         holding = [
             (i, key)
@@ -467,7 +467,7 @@ class Replica:
         norms = layer.norms(training=True) if merge_norm_statistics else _NONE
         special = bool(copies or holding or norms) or self._is_special(state)
         if special or state is not self._state:
-            self._load_attributes(state, parameters)
+            self._load_attributes(state)
         self._state = None if special else state
         for shell, its_buffers in zip(self.shells, buffers, strict=True):
             shell.__dict__["_buffers"] = its_buffers
@@ -477,6 +477,10 @@ class Replica:
             self.shells[i].__dict__[key] = value
         for (i, key), tensor in zip(state.inputs, inputs, strict=True):
             self.shells[i].__dict__[key] = tensor
+        for i, key in state.special:  # the copies of such attributes, too
+            self.shells[i].__dict__[key] = self._inside(self.shells[i].__dict__[key], parameters)
+        if layer.own_forward is not None and "forward" in self.shells[0].__dict__:
+            self.shells[0].__dict__["forward"] = self._inside(self.shells[0].__dict__["forward"], parameters)
         for i in norms:
             self._take_statistics_aside(i, self.shells[i])
         if holding:
@@ -494,7 +498,7 @@ class Replica:
             or any(attributes["_forward_hooks"] for attributes in state.dicts[1:])
         )
 
-    def _load_attributes(self, state: AttributeState, parameters: Sequence[Tensor]) -> None:
+    def _load_attributes(self, state: AttributeState) -> None:
         layer = self.layer
         if self.watched:
             stand_for(self.shells, layer.modules)
@@ -505,13 +509,11 @@ class Replica:
             if i > 0 and new["_forward_hooks"]:
                 self._defer_hooks(i, new)
             object.__setattr__(shell, "__dict__", new)
-        for i, key in state.special:
-            self.shells[i].__dict__[key] = self._inside(self.shells[i].__dict__[key], parameters)
         if layer.intercept is not None and self.shells[0].__dict__.get("forward") is layer.intercept:
             if layer.own_forward is None:
                 del self.shells[0].__dict__["forward"]
             else:
-                self.shells[0].__dict__["forward"] = self._inside(layer.own_forward, parameters)
+                self.shells[0].__dict__["forward"] = layer.own_forward
 
     def release(self) -> None:
         """Drops what belongs to the call: a shell in waiting keeps no tensors alive."""

@@ -296,8 +296,11 @@ class Call:
 
     def _watch_aliases(self, outputs: Sequence[Tensor], given: Sequence[Any]) -> None:
         """Outputs that share memory with one another or with arguments: autograd knows of it within the call only."""
+        tensors = [*outputs, *(leaf for leaf in given if isinstance(leaf, Tensor))]
+        if not _share_memory(tensors):
+            return
         sharing: dict[int, dict[int, Tensor]] = {}
-        for tensor in (*outputs, *(leaf for leaf in given if isinstance(leaf, Tensor))):
+        for tensor in tensors:
             if (memory := _memory(tensor)) is not None:
                 sharing.setdefault(memory, {})[id(tensor)] = tensor
         of_call = {id(output) for output in outputs}

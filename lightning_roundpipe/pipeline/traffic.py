@@ -45,10 +45,11 @@ def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
 
 def count_gradients(device: Device, microbatch: Microbatch, found: Iterable[tuple[Tensor, Tensor]]) -> None:
     """After a call's backward: its (parameter, gradient) pairs, summed on the device in the parameters' precision."""
+    place, moved = _place(microbatch), microbatch.batch.moved
     for parameter, gradient in found:
-        if _first(microbatch, ("down", id(parameter))):
-            dense = gradient.layout == torch.strided
-            device.traffic.gradients_down += nbytes([parameter if dense else gradient])
+        if (key := (*place, "down", id(parameter))) not in moved:
+            moved.add(key)
+            device.traffic.gradients_down += _size(parameter if gradient.layout == torch.strided else gradient)
 
 
 def nbytes(leaves: Iterable[Any]) -> int:
@@ -64,10 +65,15 @@ def _size(tensor: Tensor) -> int:
 
 def _first(microbatch: Microbatch, what: tuple[str, int]) -> bool:
     """Whether this has not been moved yet in the microbatch's present stage."""
-    batch = microbatch.batch
-    place = (microbatch.index, int(microbatch.in_backward)) if batch.serial else (-1, microbatch.stage)
-    key = (*place, *what)
-    if key in batch.moved:
+    key, moved = (*_place(microbatch), *what), microbatch.batch.moved
+    if key in moved:
         return False
-    batch.moved.add(key)
+    moved.add(key)
     return True
+
+
+def _place(microbatch: Microbatch) -> tuple[int, int]:
+    """Names the stage, for all microbatches; or, where there are none, the microbatch's forward or backward."""
+    if microbatch.batch.serial:
+        return microbatch.index, int(microbatch.in_backward)
+    return -1, microbatch.stage

@@ -23,7 +23,7 @@ def add(first: Tensor, second: Tensor) -> Tensor:
 
 def dense_strides(tensor: Tensor) -> tuple[int, ...]:
     """Those of a tensor made like this one: its own, unless it is a part of a larger one and has gaps."""
-    return torch.empty_like(tensor, device="meta").stride()
+    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def _is_shared(tensor: Tensor) -> bool:

@@ -34,6 +34,13 @@ def _has_reached(unit: Unit, version: int) -> bool:
     return unit.done >= version
 
 
+def _with_flag_of(parameter: nn.Parameter, leaf: nn.Parameter) -> nn.Parameter:
+    """The leaf; if the parameter was frozen or unfrozen within the step, one that is, too."""
+    if leaf.requires_grad == parameter.requires_grad:
+        return leaf
+    return nn.Parameter(leaf.detach(), requires_grad=parameter.requires_grad)
+
+
 class ParameterStore:
     """The module's own parameters (masters), and for each the tensors that layers compute with.
 
@@ -175,15 +182,11 @@ class ParameterStore:
         return self._leaves[version % (self.staleness + 1)][id(parameter)]
 
     def layer_leaves(self, layer: Layer, version: int) -> list[nn.Parameter]:
-        return [self._with_present_flag(parameter, version) for parameter in layer.parameters]
-
-    def _with_present_flag(self, parameter: nn.Parameter, version: int) -> nn.Parameter:
-        """The leaf; if the parameter was frozen or unfrozen within the step, one that is, too."""
-        self.keeps_versions(parameter)
-        leaf = self.leaf(parameter, version)
-        if leaf.requires_grad == parameter.requires_grad:
-            return leaf
-        return nn.Parameter(leaf.detach(), requires_grad=parameter.requires_grad)
+        if self.staleness:
+            for parameter in layer.parameters:
+                self.keeps_versions(parameter)
+        leaves = self._leaves[version % (self.staleness + 1)]
+        return [_with_flag_of(parameter, leaves[id(parameter)]) for parameter in layer.parameters]
 
     def wait(self, units: Iterable[Unit], version: int, batch: float) -> None:
         """Waits, for a batch, until the units have been stepped and published at least to the version."""
