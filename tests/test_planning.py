@@ -215,6 +215,13 @@ def test_costs_are_a_moving_average() -> None:
     assert costs.mean == pytest.approx(10.0, rel=1e-6), "what was long ago is forgotten"
 
 
+def test_a_call_that_was_interrupted_hardly_counts() -> None:
+    costs = Costs()
+    for seconds in [1.0] * 10 + [100.0]:
+        costs.add(seconds)
+    assert costs.mean <= 1.1
+
+
 def test_the_first_batch_is_not_measured() -> None:
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     pipeline = Pipeline(model, [CpuDevice(i, 1) for i in range(2)])

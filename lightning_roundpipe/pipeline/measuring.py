@@ -6,6 +6,9 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 _CALLS_AVERAGED = 50
+_CALLS_TRUSTED = 5
+_AT_MOST = 2.0
+"""After the first calls, none counts for more than so many times the average: it was interrupted by other processes."""
 
 
 @dataclass(slots=True)
@@ -17,6 +20,8 @@ class Costs:
 
     def add(self, seconds: float) -> None:
         self.calls += 1
+        if self.calls > _CALLS_TRUSTED:
+            seconds = min(seconds, _AT_MOST * self.mean)
         self.mean += (seconds - self.mean) / min(self.calls, _CALLS_AVERAGED)
 
 
