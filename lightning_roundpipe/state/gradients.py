@@ -303,7 +303,8 @@ class BatchGradients:
                 deposits = self._deposits[number].pop(self._next[number], [])
                 for deposit in (deposit for deposit in deposits if deposit.comes_first):
                     self._fold_deposit(sum_, deposit, parts)
-                self._fold(sum_, parts)
+                if parts:
+                    self._fold(sum_, parts)
                 for deposit in (deposit for deposit in deposits if not deposit.comes_first):
                     self._fold_deposit(sum_, deposit, parts)
                 self._next[number] += 1

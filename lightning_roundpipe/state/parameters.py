@@ -16,7 +16,7 @@ from lightning_roundpipe.pipeline.turnstile import Monitor
 
 
 class Unit:
-    """Parameters that always become ready together: those that the same set of layers holds.
+    """Parameters that always become ready together: those that the same set of layers holds, or none does.
 
     Attributes:
         done: Number of optimizer steps that are finished and published for this unit. Guarded by the monitor's lock.
@@ -76,7 +76,7 @@ class ParameterStore:
         by_holders: dict[tuple[int, ...], Unit] = {}
         for name, parameter in root.named_parameters(remove_duplicate=True):
             key = tuple(holders.get(id(parameter), ()))
-            unit = by_holders.get(key) if key else None
+            unit = by_holders.get(key)
             if unit is None:
                 label = layers[key[0]].name if key else name
                 unit = Unit(len(self.units), label, self._monitor.condition())
