@@ -772,6 +772,63 @@ class AtOnePlace(OfPython):
         return self.net(x) * (1 + self.draw())
 
 
+# --- changed without access to the module
+
+
+@case
+class AppendsByAnAlias(Habit):
+    """To a list of a block's, which the code between the blocks does not ask the block for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[2].history = history = []
+        self.append = history.append
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        first, *others = self.net
+        append = self.append
+        x = first(batch[0])
+        for block in others:
+            append(x.mean().item())
+            x = block(x)
+        return F.mse_loss(x, batch[1]) * self.factor()
+
+    def factor(self) -> float:
+        history: list[float] = self.net[2].history
+        return 1 + 0.01 * len(history) * history[-1]
+
+
+@case
+class CountsByAnAlias(Habit):
+    """In a module's attributes, of which the step has got hold before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counter = nn.Identity()
+        self.counter.calls = 0
+
+    def output(self, x: Tensor) -> Tensor:
+        blocks, attributes = list(self.net), self.counter.__dict__
+        for block in blocks:
+            attributes["calls"] += 1
+            x = block(x) * (1 + 0.01 * attributes["calls"])
+        return x
+
+
+@case
+class DeletesAnAttribute(Habit):
+    """Each step makes it anew where it is first needed."""
+
+    def output(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.net):
+            if not hasattr(self.net[0], "scale"):
+                self.net[0].scale = 1 + x.detach().abs().mean()
+            x = block(x) * self.net[0].scale
+            if number == 1:
+                del self.net[0].scale
+        return x
+
+
 # --- hooks inside layers
 
 

@@ -12,26 +12,26 @@ microbatch that changes a value after a later one has changed or read it is an e
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
+from lightning_roundpipe.pipeline.looking import MISSING, Changes, Looks
 from lightning_roundpipe.pipeline.replica import Layer, same_items
 from lightning_roundpipe.pipeline.watching import (
-    OF_ALL_MODULES,
     Key,
     can_be_watched,
-    contents,
     is_iterator,
-    may_hold,
+    is_watched,
     named_by_code,
-    same,
     watching,
 )
 
-_MISSING = object()
 _BEGINNING = 1  # the stretch of code before the first layer
+_SOMEWHERE = (-1, 0)
+"""Places of a change that has not been seen where it was made: it may have been made at several."""
 
 
 @dataclass(slots=True)
@@ -107,9 +107,11 @@ class ModuleAttributes:
         self._made_anew: set[Key] = set()
         """Attributes that each step of the first batch set before it read them, so that nothing goes on from them."""
         self._found_last: dict[int, _Found] = {}
-        self._holders: dict[int, tuple[_Found, dict[Key, Any]]] = {}
-        """First batch: what may be changed in place of a module that was found so."""
         self._watched = {id(module): module for module in can_be_watched(root)}
+        self._unwatched: list[int] = []
+        """Those that cannot be. The first batch looks at them at every hand-over."""
+        self._looks: Looks | None = None
+        """In a batch that records."""
         self._changing: dict[int, set[str]] = {}
         """Attributes that steps have changed so far, of modules between layers."""
         self._changed_inside: set[Key] = set()
@@ -120,7 +122,7 @@ class ModuleAttributes:
 
     def begin_batch(self, batch: Batch) -> None:
         batch.private_before = {
-            (module, name): self._modules[module].__dict__.get(name, _MISSING)
+            (module, name): self._modules[module].__dict__.get(name, MISSING)
             for (module, name), private in self._private.items()
             if private
         }
@@ -130,7 +132,11 @@ class ModuleAttributes:
         """Lets the modules tell what is read on them: all in a batch that records, later what the step may change."""
         if records:
             with watching(self._watched.values()):
+                self._watched = {number: module for number, module in self._watched.items() if is_watched(module)}
+                self._unwatched = [number for number in self._modules if number not in self._watched]
+                self._looks = Looks(self._modules, self._outside, self._named_by_code)
                 yield
+            self._looks = None
         else:
             names = {number: frozenset(names) for number, names in self._changing.items()}
             with watching([self._watched[number] for number in names], names):
@@ -140,72 +146,114 @@ class ModuleAttributes:
         """The microbatch takes the baton."""
         batch = microbatch.batch
         microbatch.stretch += 1
-        if microbatch.first_take:
+        begins, microbatch.first_take = microbatch.first_take, False
+        if begins:
             if batch.records:
                 microbatch.before = {number: dict(module.__dict__) for number, module in self._modules.items()}
             elif not batch.serial:
                 microbatch.attributes.update(batch.private_before)
-            microbatch.first_take = False
-        for (module, name), value in microbatch.attributes.items():
-            _put(self._modules[module], name, value)
-        for (module, name), before in batch.changed.items():
-            if (module, name) not in microbatch.attributes:
-                _put(self._modules[module], name, _left_before(microbatch, (module, name), before))
-        watched = self._modules if batch.records else {**self._outside, **self._inside}
-        found = {number: (module, self._found(number, module)) for number, module in watched.items()}
-        microbatch.seen = {number: (module, each.attributes) for number, (module, each) in found.items()}
-        microbatch.buffers = {number: each.buffers for number, (_, each) in found.items() if number in self._outside}
-        if not batch.serial:
-            microbatch.versions = [
-                (key, tensor, tensor._version)
-                for number, (_, each) in found.items()
-                if number in self._outside
-                for key, tensor in each.tensors
-            ]
-        microbatch.accesses.read.clear()
+        if begins or not batch.serial:  # where none comes in between, it finds what it has left
+            self._put_back(microbatch)
         if batch.records:
-            microbatch.contents = self._contents()
-            microbatch.accesses.read_by_layer.clear()
+            self._look_from(microbatch, begins=begins)
+        else:
+            self._look_at_what_changes(microbatch)
+        microbatch.accesses.read.clear()
+        microbatch.accesses.read_by_layer.clear()
 
     def note(self, microbatch: Microbatch) -> None:
         """The microbatch gives the baton up."""
+        if microbatch.looks is not None:
+            self._note_in_first_batch(microbatch, microbatch.looks)
+            return
         changed: list[Key] = []
         for number, (module, before) in microbatch.seen.items():
             now = module.__dict__
             if same_items(now, before):
                 continue
             for name in {**before, **now}:
-                if now.get(name, _MISSING) is not before.get(name, _MISSING):
-                    self._note_change(microbatch, (number, name), before.get(name, _MISSING), microbatch.stretch)
+                if now.get(name, MISSING) is not before.get(name, MISSING):
+                    self._note_change(microbatch, (number, name), before.get(name, MISSING), microbatch.stretch)
                     if number not in self._outside:
                         self._inside[number] = module
-                    elif _goes_on(before.get(name, _MISSING), now.get(name, _MISSING)):
+                    elif _goes_on(before.get(name, MISSING), now.get(name, MISSING)):
                         changed.append((number, name))
         rebound = self._rebound_buffers(microbatch)
-        if microbatch.batch.records:
-            inside = [key for key, (value, before) in microbatch.contents.items() if not same(contents(value), before)]
-            taken = [
-                (number, name)
-                for number, name in microbatch.accesses.read
-                if number in self._modules and is_iterator(self._modules[number].__dict__.get(name))
-            ]
-            for key in dict.fromkeys([*inside, *rebound, *taken]):
-                self._note_change_in_place(microbatch, key, microbatch.stretch)
-            for key in microbatch.accesses.read:
-                self._use(key).read.add(microbatch.stretch)
-            for key in microbatch.accesses.read_by_layer:
-                self._use(key).read_by_layers = True
         in_place = [key for key, tensor, version in microbatch.versions if tensor._version != version] + rebound
         changed += in_place
         microbatch.seen = {}
         microbatch.buffers = {}
         microbatch.versions = []
-        microbatch.contents = {}
         self._check_order(microbatch, changed)
         for key in in_place:
             self._check_reads(microbatch, key)
             microbatch.batch.last_in_place[key] = microbatch.index
         self._note_reads(microbatch)
+
+    def _put_back(self, microbatch: Microbatch) -> None:
+        """What it has set itself, or else what those before it have."""
+        for (module, name), value in microbatch.attributes.items():
+            _put(self._modules[module], name, value)
+        for (module, name), before in microbatch.batch.changed.items():
+            if (module, name) not in microbatch.attributes:
+                _put(self._modules[module], name, _left_before(microbatch, (module, name), before))
+
+    def _look_at_what_changes(self, microbatch: Microbatch) -> None:
+        watched = {**self._outside, **self._inside}
+        found = {number: (module, self._found(number, module)) for number, module in watched.items()}
+        microbatch.seen = {number: (module, each.attributes) for number, (module, each) in found.items()}
+        microbatch.buffers = {number: each.buffers for number, (_, each) in found.items() if number in self._outside}
+        if not microbatch.batch.serial:
+            microbatch.versions = [
+                (key, tensor, tensor._version)
+                for number, (_, each) in found.items()
+                if number in self._outside
+                for key, tensor in each.tensors
+            ]
+
+    # -- the first batch -------------------------------------------------------------------------------------------
+
+    def _look_from(self, microbatch: Microbatch, *, begins: bool) -> None:
+        """From now on, modules are looked at before their first access."""
+        accesses = microbatch.accesses
+        accesses.touched.clear()
+        if begins:
+            assert self._looks is not None
+            microbatch.looks = self._looks
+            microbatch.looks.begin()
+            accesses.before_touch = partial(self._look_first, microbatch)
+        for module in microbatch.calls[-1].layer.modules if microbatch.calls else ():
+            accesses.touch(id(module))  # by the layer that runs, or by what takes its outputs to where they belong
+
+    def _look_first(self, microbatch: Microbatch, number: int) -> None:
+        """Before a module's first access in a stretch of code: what has changed on it was changed by another way."""
+        if microbatch.looks is not None and number in self._modules:
+            self._note_changes(microbatch, microbatch.looks.look([number]), _SOMEWHERE)
+
+    def _note_in_first_batch(self, microbatch: Microbatch, looks: Looks) -> None:
+        accesses = microbatch.accesses
+        changes = looks.look({*self._unwatched, *(number for number in accesses.touched if number in self._modules)})
+        for number, name in accesses.read:
+            if number in self._modules and is_iterator(self._modules[number].__dict__.get(name)):
+                changes.in_place[number, name] = None
+        self._note_changes(microbatch, changes, (microbatch.stretch,))
+        for key in accesses.read:
+            self._use(key).read.add(microbatch.stretch)
+        for key in accesses.read_by_layer:
+            self._use(key).read_by_layers = True
+        looks.hand_out(accesses.read)
+
+    def _note_changes(self, microbatch: Microbatch, changes: Changes, places: Iterable[int]) -> None:
+        for key in changes.attributes.keys() - microbatch.accesses.written:
+            if key[0] in self._watched:  # by way of its `__dict__`, where reads are not noted, either
+                self._use(key).read.update(_SOMEWHERE)
+        for place in places:
+            for (number, name), before in changes.attributes.items():
+                self._note_change(microbatch, (number, name), before, place)
+                if number not in self._outside:
+                    self._inside[number] = self._modules[number]
+            for key in changes.in_place:
+                self._note_change_in_place(microbatch, key, place)
 
     def set(self, microbatch: Microbatch, module: nn.Module, name: str, value: Any, found: dict[str, Any]) -> None:
         """Sets what a layer has set in its forward, which began with the attributes found.
@@ -215,16 +263,18 @@ class ModuleAttributes:
                 ones have.
         """
         key = id(module), name
-        before = module.__dict__.get(name, _MISSING)
+        before = module.__dict__.get(name, MISSING)
         module.__dict__[name] = value
         if microbatch.batch.microbatches > 1:
             self._note_change(microbatch, key, before, microbatch.stretch - 1)  # where the layer ran
             if id(module) in microbatch.seen:  # the code between layers has not done it
                 _, seen = microbatch.seen[id(module)]
                 microbatch.seen[id(module)] = module, {**seen, name: value}
+            if microbatch.looks is not None:
+                microbatch.looks.set(id(module), name, value)
             if microbatch.batch.records:
                 self._use(key).set_by_layers = True
-            began = found.get(name, _MISSING)
+            began = found.get(name, MISSING)
             exempt = key in self._made_anew or self._private.get(key) or microbatch.batch.serial
             if not exempt and _goes_on(began, value) and not _same_value(began, before):
                 raise self._out_of_order(key)
@@ -233,10 +283,13 @@ class ModuleAttributes:
 
     def end_step(self, microbatch: Microbatch) -> None:
         """First batch: finds attributes that a step sets and in the end leaves as they were, such as ``training`` or a
-        counter of calls. Each microbatch gets its own from the start."""
+        counter of calls. Each microbatch gets its own from the start. And what has changed without any look at it."""
+        assert microbatch.looks is not None
+        self._note_changes(microbatch, microbatch.looks.look(self._modules), _SOMEWHERE)
+        microbatch.looks = microbatch.accesses.before_touch = None
         for number, name in microbatch.attributes:
-            now = self._modules[number].__dict__.get(name, _MISSING)
-            restored = _same_value(microbatch.before[number].get(name, _MISSING), now)
+            now = self._modules[number].__dict__.get(name, MISSING)
+            restored = _same_value(microbatch.before[number].get(name, MISSING), now)
             self._private[number, name] = restored and self._private.get((number, name), True)
             self._use((number, name)).restored &= restored
         microbatch.before = {}
@@ -244,7 +297,6 @@ class ModuleAttributes:
     def end_batch(self, batch: Batch) -> None:
         """Leaves attributes as if the microbatches had run one after the other."""
         self._found_last.clear()
-        self._holders.clear()
         for microbatch in batch.runs:
             for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
                 _put(self._modules[module], name, value)
@@ -265,9 +317,9 @@ class ModuleAttributes:
         module, name = key
         microbatch.batch.changed.setdefault(key, before)
         microbatch.accesses.written.add(key)
-        if not _same_value(before, self._modules[module].__dict__.get(name, _MISSING)):
+        if not _same_value(before, self._modules[module].__dict__.get(name, MISSING)):
             self._check_reads(microbatch, key)
-        microbatch.attributes[key] = self._modules[module].__dict__.get(name, _MISSING)
+        microbatch.attributes[key] = self._modules[module].__dict__.get(name, MISSING)
         if microbatch.batch.records and microbatch.index > 0:
             self._use(key).written.add(place)
 
@@ -289,7 +341,7 @@ class ModuleAttributes:
                 found += [
                     (number, name)
                     for name in {**before, **now}
-                    if now.get(name, _MISSING) is not before.get(name, _MISSING)
+                    if now.get(name, MISSING) is not before.get(name, MISSING)
                 ]
         return found
 
@@ -353,24 +405,6 @@ class ModuleAttributes:
             found = self._found_last[number] = _Found(dict(module.__dict__), dict(buffers.items()), tensors)
         return found
 
-    def _contents(self) -> dict[Key, tuple[Any, list[Any]]]:
-        """What may be changed in place: in attributes and buffers of all modules, and what their code names besides."""
-        found: dict[Key, tuple[Any, list[Any]]] = {
-            (id(value), ""): (value, contents(value)) for value in self._named_by_code
-        }
-        for number, module in self._modules.items():
-            last, holders = self._holders.get(number, (None, {}))
-            if last is None or last is not self._found(number, module):
-                values = module.__dict__
-                holders = {
-                    (number, name): value
-                    for name, value in (*values.items(), *values.get("_buffers", {}).items())  # a script has none
-                    if name not in OF_ALL_MODULES and may_hold(value)
-                }
-                self._holders[number] = self._found(number, module), holders
-            found.update((key, (value, contents(value))) for key, value in holders.items())
-        return found
-
     def _name(self, key: Key) -> str:
         number, name = key
         if number in self._names:
@@ -388,7 +422,7 @@ def _left_before(microbatch: Microbatch, key: Key, before: Any) -> Any:
 
 
 def _put(module: nn.Module, name: str, value: Any) -> None:
-    if value is _MISSING:
+    if value is MISSING:
         module.__dict__.pop(name, None)
     else:
         module.__dict__[name] = value

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.interception import OutsideParameters, in_checkpoint
+from lightning_roundpipe.pipeline.looking import Looks
 from lightning_roundpipe.pipeline.occupancy import Occupancy
 from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.replica import NormStatistics
@@ -58,8 +59,8 @@ class Microbatch:
         """The buffers of modules between layers when it took the baton, by the modules' ids."""
         self.versions: list[tuple[Key, Tensor, int]] = []
         """Buffers and plain tensors of modules between layers, with their versions when it took the baton."""
-        self.contents: dict[Key, tuple[Any, list[Any]]] = {}
-        """First batch: what is changed in place, and what it held when it took the baton."""
+        self.looks: Looks | None = None
+        """First batch: what has changed on modules."""
         self.accesses = Accesses()
         self.seen: dict[int, tuple[nn.Module, dict[str, Any]]] = {}
         """The attributes of modules when it took the baton, by the module's id."""

@@ -11,8 +11,8 @@ import threading
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -47,18 +47,40 @@ class Accesses:
         """When something was last read within the layer call; see :func:`moment`."""
         self.moment = 0
         self.written: set[Key] = set()
+        self.touched: set[int] = set()
+        """The modules, by id, that were accessed since the present stretch of code began."""
+        self.before_touch: Callable[[int], None] | None = None
+        """Called before a module's first access in it."""
         self.stands_for: dict[int, int] = {}
         """For shells of modules, by id: the module that they stand for."""
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Notes what this thread does to watched modules."""
-        before = getattr(_watch, "accesses", None)
-        _watch.accesses = self
-        try:
+        with _noting(self):
             yield
-        finally:
-            _watch.accesses = before
+
+    def touch(self, number: int) -> None:
+        """A module is going to be accessed."""
+        if number not in self.touched:
+            self.touched.add(number)
+            if self.before_touch is not None:
+                self.before_touch(number)
+
+
+@contextmanager
+def _noting(accesses: Accesses | None) -> Iterator[None]:
+    before = getattr(_watch, "accesses", None)
+    _watch.accesses = accesses
+    try:
+        yield
+    finally:
+        _watch.accesses = before
+
+
+def noting_nothing() -> AbstractContextManager[None]:
+    """What this thread does to watched modules is not noted for a while."""
+    return _noting(None)
 
 
 def moment() -> int:
@@ -94,12 +116,13 @@ class _Watched(_StandsIn):
     """Tells of every attribute."""
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _ALL_ATTRIBUTES:  # names none; and whoever looks at all modules, as the pipeline does, reads these
-            return super().__getattribute__(name)
         accesses: Accesses | None = getattr(_watch, "accesses", None)
-        if accesses is not None:
-            number = accesses.stands_for.get(id(self))
-            key = id(self) if number is None else number, name
+        if accesses is None:
+            return super().__getattribute__(name)
+        number = accesses.stands_for.get(id(self))
+        key = id(self) if number is None else number, name
+        accesses.touch(key[0])
+        if name not in _ALL_ATTRIBUTES:  # which name none
             if key not in accesses.written:
                 accesses.read.add(key)
             if accesses.in_layer:
@@ -111,10 +134,21 @@ class _Watched(_StandsIn):
 
     def __setattr__(self, name: str, value: Any) -> None:
         accesses: Accesses | None = getattr(_watch, "accesses", None)
-        # What a microbatch sets is its own, but for buffers.
-        if accesses is not None and name not in object.__getattribute__(self, "__dict__").get("_buffers", ()):
-            accesses.written.add((accesses.stands_for.get(id(self), id(self)), name))
+        if accesses is not None:
+            number = accesses.stands_for.get(id(self), id(self))
+            accesses.touch(number)
+            # What a microbatch sets is its own, but for buffers.
+            if name not in object.__getattribute__(self, "__dict__").get("_buffers", ()):
+                accesses.written.add((number, name))
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        accesses: Accesses | None = getattr(_watch, "accesses", None)
+        if accesses is not None:
+            number = accesses.stands_for.get(id(self), id(self))
+            accesses.touch(number)
+            accesses.written.add((number, name))
+        super().__delattr__(name)
 
 
 class _Attribute:
@@ -165,6 +199,11 @@ def _watched_class(kind: Any, names: frozenset[str] | None) -> Any:
 def plain(kind: type) -> type:
     """The other way round."""
     return next(base for base in kind.__mro__[1:] if not issubclass(base, _StandsIn)) if _stands_in(kind) else kind
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module tells what is read on it."""
+    return _stands_in(type(module))
 
 
 def _stands_in(kind: type) -> bool:
@@ -281,6 +320,13 @@ def may_hold(value: Any) -> bool:
         or (numpy is not None and isinstance(value, numpy.ndarray))
         or is_generator(value)
         or is_plain_object(value)
+    )
+
+
+def is_constant(value: Any) -> bool:
+    """Whether it is a tuple, such as a size, in which nothing can change."""
+    return isinstance(value, tuple) and all(
+        is_constant(item) or isinstance(item, (bool, int, float, str, types.NoneType)) for item in value
     )
 
 
