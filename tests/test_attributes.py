@@ -979,6 +979,114 @@ def test_gradients_that_leave_by_a_closure_are_refused(kind: type[Habit], m: int
         trained(kind, m, devices)
 
 
+# --- many modules between layers
+
+
+class Between(Habit):
+    """With a dropout after each block, which is no layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drops = nn.ModuleList(nn.Dropout(0.0) for _ in range(20))
+        self.register_buffer("sum", torch.zeros(()))
+
+    def output(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.net):
+            self.change(number, x)
+            x = self.drops[number](block(x)) * (1 + self.drops[3].p) * (1 + 0.01 * self.sum)
+        return x
+
+    def change(self, number: int, x: Tensor) -> None:
+        """Comes with the second batch, so that the first one has not shown it."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.late = self.global_step > 0
+        return super().training_step(batch, batch_idx)
+
+
+class SetsLate(Between):
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late and number == 0:
+            self.drops[3].p = float(x.mean().abs())
+
+
+class SetsLateInALayer(Between):
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late and number == 0:
+            self.net[2][1].factor = 1 + float(x.mean().abs())
+
+    def output(self, x: Tensor) -> Tensor:
+        return super().output(x) * getattr(self.net[2][1], "factor", 1.0)
+
+
+class TurnsLate(Between):
+    """Each microbatch sets the very objects that others have set."""
+
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late:
+            self.drops[3].way = self.net[2][1].way = "up" if number == 0 else "down"
+
+    def output(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.net):
+            self.change(number, x)
+            x = block(x)
+            for module in (self.drops[3], self.net[2][1]):
+                x = x * {"up": 2.0, "down": 0.5}[getattr(module, "way", "up")]
+        return x
+
+
+class DeletesLate(Between):
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late:
+            self.drops[3].last = x.mean()
+            del self.drops[3].last
+
+
+class SetsLateInTheBackward(Between):
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late and number == 1:
+            x.register_hook(lambda gradient: setattr(self.drops[4], "seen", gradient.norm()))
+
+
+@pytest.mark.parametrize(("m", "devices"), WAYS)
+@pytest.mark.parametrize("kind", [Between, SetsLate, SetsLateInALayer, TurnsLate, DeletesLate, SetsLateInTheBackward])
+def test_many_modules_between_layers(kind: type[Habit], m: int, devices: int) -> None:
+    assert_equal(trained(kind, m, devices), expected(kind, m))
+
+
+class WritesLate(Between):
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late:
+            vars(self.drops[3])["p"] = float(x.mean().abs())
+
+
+class AddsLate(Between):
+    """A sum over microbatches, which come to it in any order."""
+
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late:
+            self.sum += x.mean().detach().abs()
+
+
+class RebindsLate(Between):
+    def change(self, number: int, x: Tensor) -> None:
+        if self.late:
+            self.sum = self.sum + x.mean().detach().abs()
+
+
+@pytest.mark.parametrize(("m", "devices"), [(2, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    [
+        (WritesLate, r"drops\.3\.p changes in the step by way"),
+        *((each, r"Late\.sum changes in the step, and") for each in (AddsLate, RebindsLate)),
+    ],
+)
+def test_changes_between_layers_that_are_refused(kind: type[Habit], what: str, m: int, devices: int) -> None:
+    with pytest.raises(RuntimeError, match=what):
+        trained(kind, m, devices)
+
+
 # --- what is run serially, and what is not
 
 

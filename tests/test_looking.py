@@ -1,5 +1,6 @@
 """What looks at modules find, and how many modules they look at."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ from helpers import fit_pipeline
 from test_habits import Habit, data, in_double_precision, make
 from torch import nn
 
+from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.looking import MISSING, Looks
 
 __all__ = ["in_double_precision"]
@@ -110,18 +112,29 @@ def test_what_code_names(modules: Modules) -> None:
     assert set(looks.look([]).in_place) == {(id(history), "")}
 
 
-def test_as_many_modules_for_each_layer_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    compared: list[int] = []
-    compare = Looks._compare
+class ManyBetween(Habit):
+    """As many modules between the layers as there are layers."""
 
-    def counted(self: Looks, number: int, *others: Any) -> None:
-        compared.append(number)
-        compare(self, number, *others)
+    def __init__(self, layers: int) -> None:
+        super().__init__(count=layers)
+        self.between = nn.ModuleList(nn.Identity() for _ in range(layers))
 
-    monkeypatch.setattr(Looks, "_compare", counted)
+
+@pytest.mark.parametrize(("kind", "method", "batches"), [(Looks, "_compare", 1), (ModuleAttributes, "_found", 3)])
+def test_as_many_looks_for_each_layer_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, kind: type, method: str, batches: int
+) -> None:
+    looks: list[int] = []
+    look = getattr(kind, method)
+
+    def counted(self: Any, number: int, *others: Any) -> Any:
+        looks.append(number)
+        return look(self, number, *others)
+
+    monkeypatch.setattr(kind, method, counted)
     counts = []
     for layers in (4, 8, 16):
-        compared.clear()
-        fit_pipeline(make(lambda layers=layers: Habit(count=layers)), data()[:1], 2, 2)
-        counts.append(len(compared))
+        looks.clear()
+        fit_pipeline(make(partial(ManyBetween, layers)), data()[:batches], 2, 2)
+        counts.append(len(looks))
     assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])

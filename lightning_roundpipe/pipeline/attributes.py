@@ -26,6 +26,7 @@ from lightning_roundpipe.pipeline.watching import (
     is_iterator,
     is_watched,
     named_by_code,
+    set_elsewhere,
     watching,
 )
 
@@ -100,8 +101,14 @@ class ModuleAttributes:
         self._names = {id(module): name or type(module).__name__ for name, module in root.named_modules()}
         inside = {id(module) for layer in layers for module in layer.modules}
         self._outside = {number: module for number, module in self._modules.items() if number not in inside}
-        self._inside: dict[int, nn.Module] = {}
-        """Modules within layers whose attributes the code between layers sets, as the first batch has shown."""
+        self._restless: dict[int, nn.Module] = {}
+        """Modules whose attributes the code between layers sets, as batches have shown; also such within layers."""
+        self._quiet: dict[int, _Found] = {}
+        """All others between layers: they tell when an attribute is set, and need no look before. And what they had
+        when the batch began."""
+        self._quiet_tensors: list[tuple[Key, Tensor]] = []
+        self._looked_at = dict(self._outside)
+        """After the first batch: the modules that are looked at at every hand-over."""
         self._private: dict[Key, bool] = {}
         self._uses: dict[Key, Use] = {}
         self._made_anew: set[Key] = set()
@@ -137,10 +144,51 @@ class ModuleAttributes:
                 self._looks = Looks(self._modules, self._outside, self._named_by_code)
                 yield
             self._looks = None
-        else:
-            names = {number: frozenset(names) for number, names in self._changing.items()}
-            with watching([self._watched[number] for number in names], names):
+            self._choose()
+            return
+        names = {number: frozenset(self._changing.get(number, ())) for number in self._watched}
+        quiet = self._outside.keys() & self._watched.keys() - self._restless.keys()
+        self._quiet = {number: self._found(number, self._modules[number]) for number in quiet}
+        self._quiet_tensors = [entry for found in self._quiet.values() for entry in found.tensors]
+        self._choose()
+        set_elsewhere.clear()
+        try:
+            with watching(self._watched.values(), names):
                 yield
+            self._check_quiet()
+        finally:
+            self._quiet, self._quiet_tensors = {}, []
+            self._choose()
+
+    def _choose(self) -> None:
+        """Chooses what is looked at at every hand-over."""
+        found = {**self._outside, **self._restless}
+        self._looked_at = {number: module for number, module in found.items() if number not in self._quiet}
+
+    def _is_restless(self, number: int) -> None:
+        """From now on, the module is looked at."""
+        self._restless[number] = self._looked_at[number] = self._modules[number]
+        self._quiet.pop(number, None)
+
+    def _check_quiet(self) -> None:
+        """
+        Raises:
+            RuntimeError: When attributes were changed past the modules, so that it is not known by which microbatch.
+        """
+        for number, found in self._quiet.items():
+            now = self._modules[number].__dict__
+            if number not in self._outside or same_items(now, found.attributes):
+                continue
+            if number not in set_elsewhere:
+                before = found.attributes
+                changed = (n for n in {**before, **now} if now.get(n, MISSING) is not before.get(n, MISSING))
+                name = next(changed)
+                raise RuntimeError(
+                    f"{self._name((number, name))} changes in the step by way of the module's __dict__, which it did"
+                    " not in the first batch, so microbatches may have found one another's value there. Set it as an"
+                    " attribute, or train with RoundPipeStrategy(microbatches=1)."
+                )
+            self._restless[number] = self._modules[number]  # by the main thread, say, or a hook in the backward
 
     def put(self, microbatch: Microbatch) -> None:
         """The microbatch takes the baton."""
@@ -154,6 +202,8 @@ class ModuleAttributes:
                 microbatch.attributes.update(batch.private_before)
         if begins or not batch.serial:  # where none comes in between, it finds what it has left
             self._put_back(microbatch)
+        microbatch.accesses.touched.clear()
+        microbatch.accesses.just_written.clear()
         if batch.records:
             self._look_from(microbatch, begins=begins)
         else:
@@ -167,17 +217,27 @@ class ModuleAttributes:
             self._note_in_first_batch(microbatch, microbatch.looks)
             return
         changed: list[Key] = []
+        for number in microbatch.accesses.touched & self._quiet.keys():
+            found = self._quiet[number]
+            microbatch.seen[number] = self._modules[number], found.attributes
+            if number in self._outside:
+                microbatch.buffers[number] = found.buffers
+            else:
+                self._is_restless(number)
         for number, (module, before) in microbatch.seen.items():
             now = module.__dict__
             if same_items(now, before):
                 continue
+            self._is_restless(number)
             for name in {**before, **now}:
                 if now.get(name, MISSING) is not before.get(name, MISSING):
                     self._note_change(microbatch, (number, name), before.get(name, MISSING), microbatch.stretch)
-                    if number not in self._outside:
-                        self._inside[number] = module
-                    elif _goes_on(before.get(name, MISSING), now.get(name, MISSING)):
+                    if number in self._outside and _goes_on(before.get(name, MISSING), now.get(name, MISSING)):
                         changed.append((number, name))
+        for number, name in microbatch.accesses.just_written:
+            now = self._modules[number].__dict__ if number in self._modules else {}
+            if (number, name) not in microbatch.attributes and name in now:  # set to the very object that was there
+                self._note_change(microbatch, (number, name), now[name], microbatch.stretch)
         rebound = self._rebound_buffers(microbatch)
         in_place = [key for key, tensor, version in microbatch.versions if tensor._version != version] + rebound
         changed += in_place
@@ -199,8 +259,7 @@ class ModuleAttributes:
                 _put(self._modules[module], name, _left_before(microbatch, (module, name), before))
 
     def _look_at_what_changes(self, microbatch: Microbatch) -> None:
-        watched = {**self._outside, **self._inside}
-        found = {number: (module, self._found(number, module)) for number, module in watched.items()}
+        found = {number: (module, self._found(number, module)) for number, module in self._looked_at.items()}
         microbatch.seen = {number: (module, each.attributes) for number, (module, each) in found.items()}
         microbatch.buffers = {number: each.buffers for number, (_, each) in found.items() if number in self._outside}
         if not microbatch.batch.serial:
@@ -210,13 +269,19 @@ class ModuleAttributes:
                 if number in self._outside
                 for key, tensor in each.tensors
             ]
+            microbatch.versions += [(key, tensor, tensor._version) for key, tensor in self._quiet_tensors]
+        microbatch.accesses.before_touch = self._look_before_writes
+
+    def _look_before_writes(self, number: int) -> None:
+        """What a module within a layer has before the code between layers sets something on it."""
+        if number in self._modules and number not in self._quiet and number not in self._looked_at:
+            self._quiet[number] = self._found(number, self._modules[number])
 
     # -- the first batch -------------------------------------------------------------------------------------------
 
     def _look_from(self, microbatch: Microbatch, *, begins: bool) -> None:
         """From now on, modules are looked at before their first access."""
         accesses = microbatch.accesses
-        accesses.touched.clear()
         if begins:
             assert self._looks is not None
             microbatch.looks = self._looks
@@ -250,8 +315,7 @@ class ModuleAttributes:
         for place in places:
             for (number, name), before in changes.attributes.items():
                 self._note_change(microbatch, (number, name), before, place)
-                if number not in self._outside:
-                    self._inside[number] = self._modules[number]
+                self._is_restless(number)
             for key in changes.in_place:
                 self._note_change_in_place(microbatch, key, place)
 

@@ -47,6 +47,8 @@ class Accesses:
         """When something was last read within the layer call; see :func:`moment`."""
         self.moment = 0
         self.written: set[Key] = set()
+        self.just_written: set[Key] = set()
+        """What was set since the present stretch of code began."""
         self.touched: set[int] = set()
         """The modules, by id, that were accessed since the present stretch of code began."""
         self.before_touch: Callable[[int], None] | None = None
@@ -109,10 +111,41 @@ class _StandsIn:
         return function, tuple(plain(a) if isinstance(a, type) else a for a in arguments), *rest
 
 
+set_elsewhere: set[int] = set()
+"""Modules, by id, on which something was set outside of any microbatch's forward."""
+
+
+class _TellsOfWrites(_StandsIn):
+    """Tells what was set, and costs nothing where it is read."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        accesses: Accesses | None = getattr(_watch, "accesses", None)
+        if accesses is None:
+            set_elsewhere.add(id(self))
+        else:
+            number = accesses.stands_for.get(id(self), id(self))
+            accesses.touch(number)
+            # What a microbatch sets is its own, but for buffers.
+            if name not in object.__getattribute__(self, "__dict__").get("_buffers", ()):
+                accesses.written.add((number, name))
+                accesses.just_written.add((number, name))
+        super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        accesses: Accesses | None = getattr(_watch, "accesses", None)
+        if accesses is None:
+            set_elsewhere.add(id(self))
+        else:
+            number = accesses.stands_for.get(id(self), id(self))
+            accesses.touch(number)
+            accesses.written.add((number, name))
+        super().__delattr__(name)
+
+
 _ALL_ATTRIBUTES = ("__dict__", "_buffers")
 
 
-class _Watched(_StandsIn):
+class _Watched(_TellsOfWrites):
     """Tells of every attribute."""
 
     def __getattribute__(self, name: str) -> Any:
@@ -131,24 +164,6 @@ class _Watched(_StandsIn):
                 if number is None:
                     accesses.read_by_layer.add(key)
         return super().__getattribute__(name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        accesses: Accesses | None = getattr(_watch, "accesses", None)
-        if accesses is not None:
-            number = accesses.stands_for.get(id(self), id(self))
-            accesses.touch(number)
-            # What a microbatch sets is its own, but for buffers.
-            if name not in object.__getattribute__(self, "__dict__").get("_buffers", ()):
-                accesses.written.add((number, name))
-        super().__setattr__(name, value)
-
-    def __delattr__(self, name: str) -> None:
-        accesses: Accesses | None = getattr(_watch, "accesses", None)
-        if accesses is not None:
-            number = accesses.stands_for.get(id(self), id(self))
-            accesses.touch(number)
-            accesses.written.add((number, name))
-        super().__delattr__(name)
 
 
 class _Attribute:
@@ -179,7 +194,7 @@ class _Attribute:
 
 
 def watched_class(kind: type, names: frozenset[str] | None = None) -> Any:
-    """A class like the given one whose objects tell what is read: all, or of some attributes."""
+    """A class like the given one whose objects tell what is read: all, or of some attributes; then also of writes."""
     return _watched_class(kind, names)
 
 
@@ -193,7 +208,7 @@ def _watched_class(kind: Any, names: frozenset[str] | None) -> Any:
         type.__setattr__(cls if name.startswith("__") else kind, name, value)
 
     meta = type(type(kind).__name__, (type(kind),), {"__setattr__": set_on_kind})
-    return meta(kind.__name__, (_Watched if names is None else _StandsIn, kind), members)
+    return meta(kind.__name__, (_Watched if names is None else _TellsOfWrites, kind), members)
 
 
 def plain(kind: type) -> type:
@@ -207,7 +222,7 @@ def is_watched(module: nn.Module) -> bool:
 
 
 def _stands_in(kind: type) -> bool:
-    return _StandsIn in kind.__mro__[:3]
+    return kind.__bases__[:1] in ((_Watched,), (_TellsOfWrites,))
 
 
 def can_be_watched(root: nn.Module) -> list[nn.Module]:
