@@ -3,14 +3,14 @@
     python benchmarks/growth.py [--rounds 3]
 
 Layers that do next to nothing, through Lightning's own loop. Counted is the whole process's processor time, so that
-neighbours on the machine matter little: a batch's, by the layer calls in it (forward and backward). Then the time from
-`fit` to the first batch with 1,000 layers.
+neighbours on the machine matter little: a batch's, by the layer calls in it (forward and backward); and that of the
+first batch, in which the pipeline is built. Then the time from `fit` to the first batch with 1,000 layers.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -43,11 +43,12 @@ class Layer(nn.Module):
 
 
 class Model(L.LightningModule):
-    """Layers, and parameters that none of them uses."""
+    """Layers, as many modules beside them as are asked for, and parameters that none of them uses."""
 
-    def __init__(self, layers: int, unused: int = 0) -> None:
+    def __init__(self, layers: int, unused: int = 0, beside: int = 0) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer() for _ in range(layers))
+        self.beside = nn.ModuleList(nn.Identity() for _ in range(beside))
         self.unused = nn.ParameterList(torch.ones(1) for _ in range(unused))
         self.ends_at_once = False
 
@@ -62,13 +63,37 @@ class Model(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
-def per_call(layers: int, microbatches: int, unused: int = 0, batches: int = 5) -> float:
+def per_call(layers: int, microbatches: int, unused: int = 0, beside: int = 0, batches: int = 5) -> float:
     """Microseconds of processor time, over so many batches, and more of small ones."""
     batches = max(batches, min(20, 2000 // (2 * layers * microbatches)))
     given = Batches(torch.ones(microbatches, 1), SETTLING + batches + 1, time.process_time)
-    train(Model(layers, unused), given, RoundPipeStrategy(microbatches, split="step"), 2)
+    train(Model(layers, unused, beside), given, RoundPipeStrategy(microbatches, split="step"), 2)
     used = [after - before for before, after in pairwise(given.notes[SETTLING:])]
     return 1e6 * statistics.median(used) / (2 * layers * microbatches)
+
+
+class TwoBatches:
+    """Notes the processor time at which each is asked for."""
+
+    def __init__(self, batch: Tensor) -> None:
+        self.batch = batch
+        self.seconds: list[float] = []
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for _ in range(2):
+            self.seconds.append(time.process_time())
+            yield self.batch
+
+
+def per_call_of_the_first(layers: int, microbatches: int) -> float:
+    """Microseconds of processor time from the first batch to the second one."""
+    batches = TwoBatches(torch.ones(microbatches, 1))
+    train(Model(layers), batches, RoundPipeStrategy(microbatches, split="step"), 2)
+    first, second = batches.seconds
+    return 1e6 * (second - first) / (2 * layers * microbatches)
 
 
 def set_up(layers: int) -> float:
@@ -88,19 +113,24 @@ def measure(
     rounds: int = 3, batches: int = 5, shapes: Sequence[tuple[int, int]] = SHAPES, layers: int = 1000
 ) -> list[Row]:
     torch.set_num_threads(1)
-    unused = (*shapes[1], 1000)
-    contestants = {shape: partial(per_call, *shape, batches=batches) for shape in (*shapes, unused)}
+    fewest, few, most = min(shapes), shapes[1], max(shapes)
+    unused, beside = (*few, 1000), (*most, 0, most[0])
+    contestants: dict[Hashable, Callable[[], float]] = {
+        shape: partial(per_call, *shape, batches=batches) for shape in (*shapes, unused, beside)
+    }
+    contestants |= {("first", *shape): partial(per_call_of_the_first, *shape) for shape in (few, most)}
     cost = alternate(contestants, rounds)
     rows = [Row(f"a layer call, {shape[0]} layers, {shape[1]} microbatches", cost[shape], "us") for shape in shapes]
-    fewest, most = min(shapes), max(shapes)
+    rows += [Row(f"a layer call of the first batch, {n} layers", cost["first", n, m], "us") for n, m in (few, most)]
     for what, small, large in (
-        (f"{most[0] // fewest[0]} times the layers", fewest, most),
-        (f"{shapes[-1][1] / shapes[1][1]:g} times the microbatches", shapes[1], shapes[-1]),
-        ("1,000 unused parameters more", shapes[1], unused),
+        (f"with {most[0] // fewest[0]} times the layers", fewest, most),
+        (f"with {shapes[-1][1] / few[1]:g} times the microbatches", few, shapes[-1]),
+        ("with 1,000 unused parameters more", few, unused),
+        (f"with as many modules beside {most[0]} layers", most, beside),
+        (f"of the first batch with {most[0] // few[0]} times the layers", ("first", *few), ("first", *most)),
     ):
-        rows.append(
-            Row(f"a layer call with {what}, by one without", cost[large] / cost[small], "", GROWTH, at_most=True)
-        )
+        ratio = cost[large] / cost[small]
+        rows.append(Row(f"a layer call {what}, by one without", ratio, "", GROWTH, at_most=True))
     seconds = statistics.median(set_up(layers) for _ in range(rounds))
     rows.append(Row(f"from fit to the first step, {layers:,} layers", seconds, "s", 2.0, at_most=True))
     return rows

@@ -41,7 +41,7 @@ def test_scheduling(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_growth(benchmark: Any) -> None:
     rows = benchmark("growth").measure(rounds=1, batches=2, shapes=((2, 2), (3, 2), (3, 3)), layers=4)
-    assert len(rows) == 7 and all(row.measured > 0 for row in rows)
+    assert len(rows) == 11 and all(row.measured > 0 for row in rows)
 
 
 def test_overhead(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
