@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.pipeline.compiling import compile_settings
 from lightning_roundpipe.pipeline.replica import Layer, Replica, share_compiled_code
-from lightning_roundpipe.pipeline.tape import _saving_nothing
+from lightning_roundpipe.pipeline.tape import saving_nothing
 
 BACKEND = {"backend": "aot_eager"}
 
@@ -303,7 +303,7 @@ def test_a_compiled_forward_keeps_nothing_for_its_backward() -> None:
         code=layer.compiled,
     )
     x = torch.randn(2, 5, 8, requires_grad=True)
-    with _saving_nothing("the layer"):
+    with saving_nothing("the layer"):
         out = replica.forward(x)
     assert "CompiledFunction" in out.grad_fn.name()
     assert not [value for value in vars(out.grad_fn).values() if isinstance(value, Tensor)]

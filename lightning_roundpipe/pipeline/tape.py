@@ -630,7 +630,7 @@ class Call:
     def _saving(self, mode: str) -> AbstractContextManager[Any]:
         """What autograd's graph of the call saves."""
         if mode == Mode.DROP:
-            return torch.autograd.graph.saved_tensors_hooks(_nothing, partial(_refuse, self.label))
+            return saving_nothing(self.label)
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
             return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
@@ -770,6 +770,11 @@ def _share_memory(tensors: Iterable[Tensor]) -> bool:
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def saving_nothing(label: str) -> AbstractContextManager[Any]:
+    """Lets autograd keep its graph, but none of the tensors that it would save; asking for one is an error."""
+    return torch.autograd.graph.saved_tensors_hooks(_nothing, partial(_refuse, label))
 
 
 def _nothing(_: Tensor) -> None:
