@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.schedules import Action, Schedule
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000"}
 """Of the processes. OpenMP's default spinning collapses as soon as a neighbour is busy."""
@@ -113,12 +115,27 @@ class NotingGPT(GPT):
         return loss
 
 
-def ours(setting: Setting, microbatches: int, rank: int, connection: Connection, *, staleness: int) -> None:
+def ours(
+    setting: Setting,
+    microbatches: int,
+    rank: int,
+    connection: Connection,
+    *,
+    recompute: bool = False,
+    **options: Any,
+) -> None:
+    """
+    Args:
+        recompute: Whether every layer is recomputed, as peers do it; by default those of the fused stage are not.
+        options: Of the strategy.
+    """
     turns = Turns(connection, [setting.batch()])
     torch.manual_seed(0)
     module = NotingGPT(setting.layers, setting.width, setting.tokens)
     module.note = lambda loss, samples: turns.note(loss, samples / setting.samples)
-    strategy = RoundPipeStrategy(microbatches=microbatches, split="step", staleness=staleness)
+    if recompute:
+        options["schedule"] = all_recomputed(microbatches)
+    strategy = RoundPipeStrategy(microbatches=microbatches, split="step", **options)
 
     def recomputed() -> str:
         layers = strategy.report().layers
@@ -127,6 +144,16 @@ def ours(setting: Setting, microbatches: int, rank: int, connection: Connection,
 
     turns.remark = recomputed
     train(module, turns, strategy, devices=2)
+
+
+def all_recomputed(microbatches: int) -> Schedule:
+    """One forward and one backward stage; each of two devices runs both for half of the microbatches."""
+    half = microbatches // 2
+    lines = (
+        tuple(Action(kind, int(kind == "B"), microbatch) for microbatch in share for kind in ("F", "B"))
+        for share in (range(half), range(half, microbatches))
+    )
+    return Schedule(tuple(lines), 1)
 
 
 def threads(setting: Setting, microbatches: int, rank: int, connection: Connection, *, count: int) -> None:
@@ -319,8 +346,10 @@ def _race(entry: Entry, setting: Setting, microbatches: int, rank: int, port: in
 LOOPED, V = ((0, 2), (1, 3)), ((0, 3), (1, 2))
 
 OURS = {  # which search their stages by the costs that the first batches measure
-    "staleness 0": Entry(partial(ours, staleness=0), 1, (2, 4, 8), warm_up=8),
-    "staleness 1": Entry(partial(ours, staleness=1), 1, (2, 4, 8), warm_up=8),
+    "staleness 0": Entry(ours, 1, (2, 4, 8), warm_up=8),
+    "staleness 0, lanes='auto'": Entry(partial(ours, lanes="auto"), 1, (2, 4), warm_up=8),
+    "staleness 1, lanes='auto'": Entry(partial(ours, lanes="auto", staleness=1), 1, (2, 4), warm_up=8),
+    "staleness 0, all layers recomputed": Entry(partial(ours, recompute=True), 1, (2, 4)),
 }
 CEILING = Entry(partial(threads, count=2), 1, (2, 4))
 ONE_THREAD = Entry(partial(threads, count=1), 1, (2,))
