@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,8 @@ import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
+
+from lightning_roundpipe.schedules import Action, Schedule
 
 RESULTS = Path(__file__).parent / "results"
 Name = TypeVar("Name", bound=Hashable)
@@ -173,6 +176,17 @@ def train(module: L.LightningModule, batches: Any, strategy: Any, devices: int =
     trainer = L.Trainer(strategy=strategy, devices=devices, **(settings | options))
     trainer.fit(module, batches)
     return trainer
+
+
+def all_recomputed(microbatches: int, devices: int) -> Schedule:
+    """One forward and one backward stage; each device runs both for its share of the microbatches. Other schedules of
+    ours keep the activations of the fused stage, which may be the whole model on one device."""
+    cuts = [device * microbatches // devices for device in range(devices + 1)]
+    lines = (
+        tuple(Action(kind, int(kind == "B"), microbatch) for microbatch in range(*cut) for kind in ("F", "B"))
+        for cut in pairwise(cuts)
+    )
+    return Schedule(tuple(lines), devices - 1)
 
 
 def alternate(contestants: Mapping[Name, Callable[[], float]], rounds: int) -> dict[Name, float]:

@@ -2,16 +2,20 @@
 
     python benchmarks/overhead.py [--rounds 5] [--steps 8]
 
-The loop runs each block under ``torch.utils.checkpoint``, adds up the gradients of the microbatches and steps. Both
-have one thread for their computation; ours goes through Lightning's own loop.
+The loop adds up the gradients of the microbatches and steps. Both have one thread for their computation; ours goes
+through Lightning's own loop. They are compared with everything recomputed (the loop's blocks under
+``torch.utils.checkpoint``, which stops a block's recompute with the last tensor that the backward needs, or does not),
+with nothing recomputed, and each as it is by default.
 """
 
 import argparse
 import statistics
 import time
+from functools import partial
 
 import torch
-from common import GPT, Batches, Row, paired_ratio, quiet, show, some_tokens, train
+from common import GPT, Batches, Row, all_recomputed, quiet, show, some_tokens, train
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from lightning_roundpipe import RoundPipeStrategy
 
@@ -22,8 +26,13 @@ MODELS = (
 """Layers, width, tokens and the share of the loop's speed that is aimed at."""
 
 
-def by_hand(module: GPT, batch: torch.Tensor, microbatches: int, steps: int) -> float:
+def by_hand(module: GPT, batch: torch.Tensor, microbatches: int, steps: int, early_stop: bool = True) -> float:
     """Seconds per batch."""
+    with set_checkpoint_early_stop(early_stop):
+        return _by_hand(module, batch, microbatches, steps)
+
+
+def _by_hand(module: GPT, batch: torch.Tensor, microbatches: int, steps: int) -> float:
     optimizer = module.configure_optimizers()
     seconds = []
     for _ in range(steps):
@@ -37,9 +46,11 @@ def by_hand(module: GPT, batch: torch.Tensor, microbatches: int, steps: int) -> 
     return statistics.median(seconds[1:])
 
 
-def ours(module: GPT, batch: torch.Tensor, microbatches: int, steps: int) -> float:
+def ours(module: GPT, batch: torch.Tensor, microbatches: int, steps: int, recompute: bool = False) -> float:
+    """Seconds per batch."""
+    schedule = all_recomputed(microbatches, 1) if recompute else "roundpipe"
     batches = Batches(batch, steps)
-    train(module, batches, RoundPipeStrategy(microbatches=microbatches, split="step"))
+    train(module, batches, RoundPipeStrategy(microbatches, split="step", schedule=schedule))
     return statistics.median(batches.seconds())
 
 
@@ -48,22 +59,33 @@ def measure(rounds: int = 5, steps: int = 8, microbatches: int = 2, samples: int
     rows = []
     for layers, width, tokens, target in MODELS:
         batch = some_tokens(samples, tokens)
-        hand = GPT(layers, width, tokens, checkpoint=True)
-        pipeline = GPT(layers, width, tokens)
-        ratio, loop, own = paired_ratio(
-            lambda hand=hand, batch=batch: by_hand(hand, batch, microbatches, steps),
-            lambda pipeline=pipeline, batch=batch: ours(pipeline, batch, microbatches, steps),
-            rounds,
-        )
-        speed = samples * tokens / own
-        rows.append(
-            Row(
-                f"speed by a hand-written loop's, {layers} blocks of width {width}, {tokens} tokens",
-                ratio,
-                target=target,
-                peer=f"{speed:.0f} tokens/s; the loop {samples * tokens / loop:.0f}",
+        hand = partial(by_hand, batch=batch, microbatches=microbatches, steps=steps)
+        own = partial(ours, batch=batch, microbatches=microbatches, steps=steps)
+        checkpointed, plain = (GPT(layers, width, tokens, checkpoint=checkpoint) for checkpoint in (True, False))
+        contestants = {
+            "recomputed": partial(own, plain, recompute=True),
+            "kept": partial(own, plain),
+            "loop": partial(hand, checkpointed),
+            "loop, whole blocks": partial(hand, checkpointed, early_stop=False),
+            "loop, kept": partial(hand, plain),
+        }
+        laps = [{name: run() for name, run in contestants.items()} for _ in range(rounds)]
+        for what, first, second, bar in (
+            ("whole blocks recomputed", "recomputed", "loop, whole blocks", target),
+            ("nothing recomputed", "kept", "loop, kept", target),
+            ("recomputed; the loop stops early", "recomputed", "loop", target),
+            ("by default; the loop recomputes", "kept", "loop", None),
+        ):
+            ratio = statistics.median(lap[second] / lap[first] for lap in laps)
+            speeds = [samples * tokens / statistics.median(lap[name] for lap in laps) for name in (first, second)]
+            rows.append(
+                Row(
+                    f"speed by a hand-written loop's, {layers} blocks of width {width}, {tokens} tokens: {what}",
+                    ratio,
+                    target=bar,
+                    peer="{:.0f} tokens/s; the loop {:.0f}".format(*speeds),
+                )
             )
-        )
     return rows
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import GPT, quiet, some_tokens, train
+from common import GPT, all_recomputed, quiet, some_tokens, train
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -29,7 +29,6 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.schedules import Action, Schedule
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "2000"}
 """Of the processes. OpenMP's default spinning collapses as soon as a neighbour is busy."""
@@ -134,7 +133,7 @@ def ours(
     module = NotingGPT(setting.layers, setting.width, setting.tokens)
     module.note = lambda loss, samples: turns.note(loss, samples / setting.samples)
     if recompute:
-        options["schedule"] = all_recomputed(microbatches)
+        options["schedule"] = all_recomputed(microbatches, 2)
     strategy = RoundPipeStrategy(microbatches=microbatches, split="step", **options)
 
     def recomputed() -> str:
@@ -144,16 +143,6 @@ def ours(
 
     turns.remark = recomputed
     train(module, turns, strategy, devices=2)
-
-
-def all_recomputed(microbatches: int) -> Schedule:
-    """One forward and one backward stage; each of two devices runs both for half of the microbatches."""
-    half = microbatches // 2
-    lines = (
-        tuple(Action(kind, int(kind == "B"), microbatch) for microbatch in share for kind in ("F", "B"))
-        for share in (range(half), range(half, microbatches))
-    )
-    return Schedule(tuple(lines), 1)
 
 
 def threads(setting: Setting, microbatches: int, rank: int, connection: Connection, *, count: int) -> None:

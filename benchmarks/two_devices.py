@@ -1,6 +1,6 @@
 """Two devices' worth: two virtual devices of one thread each, against the ceiling and against others on two cores.
 
-    python benchmarks/two_devices.py [--rounds 3] [--batches 2] [--tokens 128] [--samples 8]
+    python benchmarks/two_devices.py [--rounds 3] [--batches 5] [--tokens 128] [--samples 8]
 
 All train the same GPT on the same batch with AdamW, each with the number of microbatches at which it is fastest, and
 run each block again in the backward where nothing else is said. The ceiling is two threads that compute half of the
@@ -62,7 +62,7 @@ def largest_difference(losses: Mapping[str, list[float]]) -> float:
 
 
 def measure(
-    rounds: int = 3, batches: int = 2, tokens: int = Setting.tokens, samples: int = Setting.samples
+    rounds: int = 3, batches: int = 5, tokens: int = Setting.tokens, samples: int = Setting.samples
 ) -> list[Row]:
     entries = {**OURS, "the ceiling": CEILING, "one thread": ONE_THREAD, **PEERS, **KEEPING}
     race = Race(entries, Setting(tokens=tokens, samples=samples))
@@ -92,7 +92,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=Setting.tokens)
     parser.add_argument("--samples", type=int, default=Setting.samples)
     options = parser.parse_args()
