@@ -2,5 +2,18 @@
 
 from lightning_roundpipe.devices.base import Device, Traffic
 from lightning_roundpipe.devices.cpu import CpuDevice
+from lightning_roundpipe.devices.simulated import DeviceMixError, SimulatedDevice, SimulatedTensor, simulating
+from lightning_roundpipe.devices.simulated_streams import SimulatedEvent, SimulatedStream, StreamOrderError
 
-__all__ = ["CpuDevice", "Device", "Traffic"]
+__all__ = [
+    "CpuDevice",
+    "Device",
+    "DeviceMixError",
+    "SimulatedDevice",
+    "SimulatedEvent",
+    "SimulatedStream",
+    "SimulatedTensor",
+    "StreamOrderError",
+    "Traffic",
+    "simulating",
+]

@@ -1,0 +1,611 @@
+"""A simulated accelerator, for tests and planning on machines without any.
+
+Tensors live on "device k" (``meta:k``): their values are in host memory, but as on a real device no operation takes
+tensors of two devices, memory is counted and limited, copies are counted, and what one stream does is not there for
+another one that has not waited for it. Every operation is computed by the CPU's kernels, so its numbers are the CPU's.
+
+    device = SimulatedDevice(3, capacity=2**30)
+    with simulating():
+        x = torch.randn(4, 4, device=device.torch_device, requires_grad=True)
+        (x @ x.T).sum().backward()
+        x + torch.ones(4, 4)        # raises DeviceMixError
+    device.memory.peak              # bytes
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
+from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses, current_stream
+
+_aten = torch.ops.aten
+_thread = threading.local()
+
+
+class DeviceMixError(RuntimeError):
+    """An operation was given tensors of several devices, or of a device and the host."""
+
+
+@dataclass(slots=True)
+class Copies:
+    """Copies of one kind.
+
+    Attributes:
+        count: Their number.
+        nbytes: Their bytes.
+        seconds: How long they took, by the device's bandwidth and latency.
+    """
+
+    count: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class SimulatedDevice:
+    """One device. A second one with the same index takes the first one's place in the process.
+
+    Args:
+        index: Its number: its tensors are on ``meta:index``.
+        capacity: Bytes of memory, or None for as many as the host has.
+        bandwidth: Bytes per second of its link, or None where copies take no time.
+        latency: Seconds that each copy takes besides.
+
+    Attributes:
+        memory: What is held.
+        up: Copies from the host.
+        down: Copies to the host.
+        across: Copies from other devices.
+        generator: Its random number generator; the CPU's algorithm.
+    """
+
+    def __init__(
+        self, index: int, *, capacity: int | None = None, bandwidth: float | None = None, latency: float = 0.0
+    ) -> None:
+        self.index = index
+        self.torch_device = torch.device("meta", index)
+        self.name = str(self.torch_device)
+        self.bandwidth = bandwidth
+        self.latency = latency
+        self.memory = SimulatedMemory(self.name, capacity)
+        self.up, self.down, self.across = Copies(), Copies(), Copies()
+        self.generator = torch.Generator().manual_seed(0)
+        self.default_stream = SimulatedStream(self.name, "the default stream")
+        _devices[index] = self
+
+    def stream(self, name: str = "a stream") -> SimulatedStream:
+        """A new stream."""
+        return SimulatedStream(self.name, name)
+
+    @property
+    def current_stream(self) -> SimulatedStream:
+        """The stream that this thread's operations go to."""
+        return current_stream(self.name) or self.default_stream
+
+    def synchronize(self) -> None:
+        """The host waits for the present stream and the default one."""
+        self.current_stream.synchronize()
+        self.default_stream.synchronize()
+
+    def count(self, copies: Copies, nbytes: int, stream: SimulatedStream) -> None:
+        """Counts a copy, and lets it take its time on a stream."""
+        seconds = self.latency + (nbytes / self.bandwidth if self.bandwidth else 0.0)
+        copies.count += 1
+        copies.nbytes += nbytes
+        copies.seconds += seconds
+        stream.seconds += seconds
+
+    def __repr__(self) -> str:
+        return f"<SimulatedDevice {self.name}>"
+
+
+_devices: dict[int, SimulatedDevice] = {}
+
+
+def simulated_device(device: torch.device) -> SimulatedDevice:
+    """The device with an index; made, without limits, where there is none yet."""
+    assert device.type == "meta" and device.index is not None
+    found = _devices.get(device.index)
+    return SimulatedDevice(device.index) if found is None else found
+
+
+class SimulatedTensor(Tensor):
+    """A tensor on a simulated device."""
+
+    data_on_host: Tensor
+    home: SimulatedDevice
+    block: Block
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, data: Tensor, home: SimulatedDevice) -> "SimulatedTensor":
+        strided = data.layout == torch.strided
+        place: dict[str, Any] = {"strides": data.stride(), "storage_offset": data.storage_offset()} if strided else {}
+        self: SimulatedTensor = Tensor._make_wrapper_subclass(
+            cls,
+            data.size(),
+            **place,
+            dtype=data.dtype,
+            layout=data.layout,
+            device=home.torch_device,
+        )
+        self.data_on_host = data
+        self.home = home
+        self.block = home.memory.block_of(data, home.current_stream)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+    # What torch does not do for tensors of this kind by itself, or not as for a device's.
+
+    def numpy(self, *, force: bool = False) -> Any:
+        if not force:
+            raise TypeError(
+                f"can't convert {self.device} device type tensor to numpy. Use Tensor.cpu() to copy the tensor to host"
+                " memory first."
+            )
+        return self.detach().cpu().resolve_conj().resolve_neg().numpy()
+
+    def __array__(self, dtype: Any = None) -> Any:
+        return self.numpy()
+
+    def tolist(self) -> Any:
+        return self.detach().cpu().tolist()
+
+    def data_ptr(self) -> int:
+        return self.data_on_host.data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.data_on_host.untyped_storage()
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, SimulatedTensor):
+            raise RuntimeError(
+                f"Attempted to set the data of a tensor on {self.device} to a tensor on {value.device}, which has an"
+                " incompatible tensor type."
+            )
+        Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
+        self.data_on_host, self.home, self.block = value.data_on_host, value.home, value.block
+
+    def record_stream(self, stream: Any) -> None:
+        """Tells the allocator that a stream uses the tensor."""
+        self.block.recorded.add(stream)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        text = repr(self.data_on_host.detach())
+        return f"{text[:-1]}, device='{self.device}'{', requires_grad=True' if self.requires_grad else ''})"
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if not self.is_leaf:
+            raise RuntimeError(
+                "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol"
+            )
+        new = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            new = torch.nn.Parameter(new, requires_grad=self.requires_grad)
+        new.requires_grad_(self.requires_grad)
+        memo[id(self)] = new
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        parameter = isinstance(self, torch.nn.Parameter)
+        return _rebuild, (self.detach().cpu(), self.home.index, self.requires_grad, parameter)
+
+
+def _rebuild(data: Tensor, index: int, requires_grad: bool, parameter: bool) -> Tensor:
+    with simulating():
+        tensor = data.to(torch.device("meta", index))
+    if parameter:
+        return torch.nn.Parameter(tensor, requires_grad=requires_grad)
+    return tensor.requires_grad_(requires_grad)
+
+
+torch.serialization.add_safe_globals([_rebuild])
+
+
+class _Simulation(TorchDispatchMode):
+    """Lets operations on host tensors alone take part: those that make tensors on a device, and those that touch host
+    memory which a device's copy reads or writes."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+class _FromData(TorchFunctionMode):
+    """Functions that make a tensor of Python's numbers: for ``meta`` torch makes one without values."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _MAKE_OF_DATA:
+            like = args[0].device if func is Tensor.new_tensor else None
+            device = like if kwargs.get("device") is None else torch.device(kwargs["device"])
+            if device is not None and _is_simulated(device):
+                gradient = kwargs.pop("requires_grad", False)
+                made = func(*args, **{**kwargs, "device": "cpu"}).to(device)
+                return made.requires_grad_() if gradient else made
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def simulating() -> Iterator[None]:
+    """In this thread, ``meta:k`` is simulated device k: tensors can be made there and moved there."""
+    if getattr(_thread, "simulating", False):
+        yield
+        return
+    _thread.simulating = True
+    try:
+        with _FromData(), _Simulation():
+            yield
+    finally:
+        _thread.simulating = False
+
+
+# --- what an operation does
+
+
+_MAKE_OF_DATA = {torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor}
+_TRANSFERS = {_aten._to_copy.default, _aten.copy_.default}
+_INDEXED = {_aten.index.Tensor, _aten._unsafe_index.Tensor, _aten.index_put.default, _aten.index_put_.default,
+            _aten._index_put_impl_.default}  # fmt: skip
+"""Their indices may be on the host."""
+_TAKE_SCALARS = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default,
+                 _aten.masked_fill.Tensor, _aten.masked_fill_.Tensor, _aten.fill.Tensor, _aten.fill_.Tensor,
+                 _aten._foreach_mul.Tensor, _aten._foreach_mul_.Tensor, _aten._foreach_div.Tensor,
+                 _aten._foreach_div_.Tensor, _aten._foreach_add.Tensor, _aten._foreach_add_.Tensor}  # fmt: skip
+"""They take a host tensor without dimensions as a number; so do all pointwise ones."""
+_WAIT_FOR_THE_DEVICE = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default,
+                        _aten.masked_select.default, _aten._unique2.default, _aten.unique_dim.default,
+                        _aten.unique_consecutive.default}  # fmt: skip
+"""The host needs their result, or its size."""
+_DRAW_NOTHING = {_aten._fused_sdp_choice.default}
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    on_devices = list(_tensors((*args, *kwargs.values()), SimulatedTensor))
+    target = kwargs.get("device")
+    goes_to_device = target is not None and _is_simulated(torch.device(target))
+    if not on_devices and not goes_to_device:
+        if _host_uses:
+            _check_host(func, args, kwargs)
+        if func is _aten.is_pinned.default:
+            return args[0].untyped_storage()._cdata in _pinned
+        if func is _aten._pin_memory.default:
+            return pinned(args[0])
+        return func(*args, **kwargs)
+    if func in _TRANSFERS:
+        return _copy(func, args, kwargs)
+    home = _home(func, args, kwargs, on_devices)
+    if func is _aten.is_pinned.default:
+        return False
+    return _compute(func, args, kwargs, home)
+
+
+def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], home: SimulatedDevice) -> Any:
+    """Runs an operation of one device."""
+    schema = _schema(func)
+    stream = home.current_stream
+    target = torch.device(kwargs["device"]) if kwargs.get("device") is not None else home.torch_device
+    stream.issue()
+    _note_uses(func, schema, args, kwargs, stream)
+    of_data: dict[int, SimulatedTensor] = {}
+    host_args = _with_data(args, of_data)
+    host_kwargs = {key: _with_data(value, of_data) for key, value in kwargs.items()}
+    if kwargs.get("device") is not None and _is_simulated(target):
+        host_kwargs["device"] = torch.device("cpu")
+        host_kwargs.pop("pin_memory", None)
+    if schema.draws:
+        func, host_args, host_kwargs = _with_generator(func, schema, host_args, host_kwargs, home)
+    if func is _aten.histc.default and not host_args[0].is_floating_point():  # the CPU's kernel takes no whole numbers
+        result = func(host_args[0].double(), *host_args[1:], **host_kwargs).to(host_args[0].dtype)
+    else:
+        result = func(*host_args, **host_kwargs)
+    if func in _WAIT_FOR_THE_DEVICE:
+        stream.synchronize()
+    for value in _tensors([args[i] for i in schema.written if i < len(args)], SimulatedTensor):
+        _follow_data(value, stream)
+
+    return _with_tensors(result, of_data, home if _is_simulated(target) else None)
+
+
+def _with_data(value: Any, of_data: dict[int, SimulatedTensor]) -> Any:
+    """An argument with each tensor's data for the tensor. Notes which is whose."""
+    if isinstance(value, SimulatedTensor):
+        of_data[id(value.data_on_host)] = value
+        return value.data_on_host
+    return type(value)(_with_data(item, of_data) for item in value) if type(value) in (list, tuple) else value
+
+
+def _with_tensors(value: Any, of_data: dict[int, SimulatedTensor], home: SimulatedDevice | None) -> Any:
+    """A result with tensors for the data: those that were given, and new ones of the device, if it is of one."""
+    if isinstance(value, Tensor):
+        if (known := of_data.get(id(value))) is not None:
+            return known
+        return _made(value, home) if home is not None and value.device.type == "cpu" else value
+    return type(value)(_with_tensors(v, of_data, home) for v in value) if type(value) in (list, tuple) else value
+
+
+def _follow_data(tensor: SimulatedTensor, stream: SimulatedStream) -> None:
+    """After an operation on a tensor, which may have given it another shape or other memory."""
+    data = tensor.data_on_host
+    tensor.block = tensor.home.memory.block_of(data, stream)
+    tensor.block.follow(data)
+    if data.layout != torch.strided:
+        return
+    now = data.size(), data.stride(), data.storage_offset()
+    if now != (tensor.size(), tensor.stride(), tensor.storage_offset()):
+        with no_dispatch():
+            Tensor.untyped_storage(tensor).resize_(data.untyped_storage().nbytes())
+            _aten.as_strided_.default(tensor, *now)
+
+
+def _made(data: Tensor, home: SimulatedDevice) -> SimulatedTensor:
+    """What the current stream's present work has made."""
+    stream, known = home.current_stream, home.memory.knows(data)
+    tensor = SimulatedTensor(data, home)
+    if not known:
+        tensor.block.uses.written = (stream, stream.issued)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Schema:
+    """What is to be known of an operation."""
+
+    written: tuple[int, ...]
+    """The arguments that it writes to, by position."""
+    written_by_name: tuple[str, ...]
+    draws: bool
+    generator: int | None
+    pointwise: bool
+    is_view: bool
+    """Whether it only looks at its argument in another way."""
+
+
+@cache
+def _schema(func: Any) -> _Schema:
+    arguments = func._schema.arguments
+    writes = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    views = any(a.alias_info is not None and not a.alias_info.is_write for a in arguments)
+    return _Schema(
+        tuple(writes),
+        tuple(arguments[i].name for i in writes),
+        torch.Tag.nondeterministic_seeded in func.tags and func not in _DRAW_NOTHING,
+        next((i for i, argument in enumerate(arguments) if argument.name == "generator"), None),
+        torch.Tag.pointwise in func.tags,
+        views and not writes,
+    )
+
+
+def _note_uses(
+    func: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], stream: SimulatedStream
+) -> None:
+    if schema.is_view:  # touches no memory
+        return
+    written = [args[i] for i in schema.written if i < len(args)]
+    written += [kwargs[name] for name in schema.written_by_name if name in kwargs]
+    changed = {id(tensor.block): tensor.block for tensor in _tensors(written, SimulatedTensor)}
+    for tensor in _tensors((*args, *kwargs.values()), SimulatedTensor):
+        if id(tensor.block) not in changed:
+            tensor.block.uses.read(stream, func)
+    for block in changed.values():
+        block.uses.write(stream, func)
+
+
+def _home(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], on_devices: Sequence[SimulatedTensor]
+) -> SimulatedDevice:
+    """The device that an operation belongs to.
+
+    Raises:
+        DeviceMixError: When its tensors are not all there.
+    """
+    if kwargs.get("device") is not None:  # it only looks at the others' shapes
+        target = torch.device(kwargs["device"])
+        return simulated_device(target) if _is_simulated(target) else on_devices[0].home
+    home = on_devices[0].home
+    for tensor in on_devices:
+        if tensor.home is not home:
+            raise _mixed(func, home, tensor)
+    if _devices.get(home.index) is not home:
+        raise DeviceMixError(f"{func}: the tensor's {home} has been replaced by another one of that index.")
+    schema = _schema(func)
+    may_be_on_host = {id(index) for index in args[1] if index is not None} if func in _INDEXED else set()
+    written = {id(tensor) for tensor in _tensors([args[i] for i in schema.written if i < len(args)], Tensor)}
+    for tensor in _tensors((*args, *kwargs.values()), Tensor):
+        if isinstance(tensor, SimulatedTensor) or id(tensor) in may_be_on_host:
+            continue
+        is_number = tensor.dim() == 0 and tensor.device.type == "cpu" and id(tensor) not in written
+        if not (is_number and (schema.pointwise or func in _TAKE_SCALARS)):
+            raise _mixed(func, home, tensor)
+    return home
+
+
+def _mixed(func: Any, home: SimulatedDevice, other: Tensor) -> DeviceMixError:
+    where = "the host (cpu)" if other.device.type == "cpu" else str(other.device)
+    return DeviceMixError(
+        f"{func}: expected all tensors to be on the same device, but found at least two devices, {home.name} and"
+        f" {where} (a tensor of shape {tuple(other.shape)}). Move one of them with .to(device)."
+    )
+
+
+# --- copies between devices and the host
+
+
+def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """``_to_copy`` and ``copy_``: what may go from one device to another."""
+    makes = func is _aten._to_copy.default
+    source: Tensor = args[0] if makes else args[1]
+    wanted = kwargs.get("device") if makes else args[0].device
+    target = source.device if wanted is None else torch.device(wanted)
+    if not (target.type == "cpu" or _is_simulated(target)):  # a tensor without values
+        return func(source.to(torch.device("cpu")), *args[1:], **kwargs)
+    if target == source.device:
+        return _compute(func, args, kwargs, simulated_device(target))
+    blocking = not (kwargs.get("non_blocking", False) if makes else args[2] if len(args) > 2 else False)
+    giver = simulated_device(source.device) if isinstance(source, SimulatedTensor) else None
+    taker = simulated_device(target) if _is_simulated(target) else None
+    data = source.data_on_host if isinstance(source, SimulatedTensor) else source
+    stream = (taker or giver).current_stream  # type: ignore[union-attr]
+    if giver is not None and taker is not None:  # between two devices both wait, as for CUDA's
+        stream.wait_stream(giver.current_stream)
+    stream.issue()
+    if isinstance(source, SimulatedTensor):
+        source.block.uses.read(stream, func)
+    else:
+        _use_host_memory(source, blocking).read(stream, func)
+    if makes:
+        options = {**kwargs, "device": torch.device("cpu"), "non_blocking": False, "pin_memory": None}
+        copied = func(data, *args[1:], **options)
+        result: Tensor = copied if taker is None else _made(copied, taker)
+    else:
+        result = args[0]
+        if isinstance(result, SimulatedTensor):
+            result.block.uses.write(stream, func)
+            result.data_on_host.copy_(data)
+        else:
+            copied = func(result, data)
+    if taker is None:
+        _use_host_memory(result, blocking).write(stream, func)
+    # Types are converted on the host.
+    nbytes = result.numel() * (result if giver is None else source).element_size()
+    if giver is None:
+        assert taker is not None
+        taker.count(taker.up, nbytes, stream)
+    elif taker is None:
+        giver.count(giver.down, nbytes, stream)
+    else:
+        taker.count(taker.across, nbytes, stream)
+        giver.current_stream.wait_stream(stream)
+    if blocking and (giver is None or taker is None):
+        stream.synchronize()
+    return result
+
+
+def pinned(tensor: Tensor) -> Tensor:
+    """A copy of a host tensor in memory that counts as pinned."""
+    copy = tensor.clone()
+    _pinned[copy.untyped_storage()._cdata] = copy.untyped_storage()
+    return copy
+
+
+class _HostMemory:
+    """Host memory that a device's copy may still be at."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.storage = storage  # so that nobody else gets its place
+        self.uses = Uses()
+
+
+_host_uses: dict[int, _HostMemory] = {}
+_pinned: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+
+
+def _use_host_memory(tensor: Tensor, blocking: bool) -> Uses:
+    """Uses of a host tensor's memory, which are remembered if the host does not wait for them."""
+    if tensor.layout != torch.strided:
+        return Uses()
+    storage = tensor.untyped_storage()
+    found = _host_uses.get(storage._cdata)
+    if found is None:
+        found = _HostMemory(storage)
+        if not blocking:
+            _host_uses[storage._cdata] = found
+    return found.uses
+
+
+def _check_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Before an operation of the host's own.
+
+    Raises:
+        StreamOrderError: When it reads what a download may not have written yet, or overwrites what an upload may
+            still read.
+    """
+    schema = _schema(func)
+    if schema.is_view:
+        return
+    written = {id(tensor) for tensor in _tensors([args[i] for i in schema.written if i < len(args)], Tensor)}
+    written |= {id(kwargs[name]) for name in schema.written_by_name if name in kwargs}
+    for tensor in _tensors((*args, *kwargs.values()), Tensor):
+        if tensor.layout != torch.strided or tensor.device.type != "cpu":
+            continue
+        key = tensor.untyped_storage()._cdata
+        if (found := _host_uses.get(key)) is None:
+            continue
+        if id(tensor) in written:
+            found.uses.write(None, func)
+        else:
+            found.uses.read(None, func)
+        if all(stream.has_done(number) for stream, number in found.uses.moments()):
+            _host_uses.pop(key, None)
+
+
+# --- random numbers
+
+
+_WITH_GENERATOR = {"default": "generator", "low": "low_generator", "Tensor": "Tensor_generator",
+                   "low_dtype": "low_generator_dtype"}  # fmt: skip
+
+
+def _with_generator(
+    func: Any, schema: _Schema, args: tuple[Any, ...], kwargs: dict[str, Any], home: SimulatedDevice
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """An operation that draws random numbers, from the device's generator instead of the host's."""
+    if schema.generator is None:
+        names = [argument.name for argument in func._schema.arguments]
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        if any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout")) or given.get("train") is False:
+            return func, args, kwargs
+        overload = getattr(func.overloadpacket, _WITH_GENERATOR.get(func._overloadname, ""), None)
+        if overload is None:
+            raise NotImplementedError(f"{func}: simulated devices cannot draw random numbers in this operation.")
+        return overload, args, {**kwargs, "generator": home.generator}
+    asked: Any = args[schema.generator] if len(args) > schema.generator else kwargs.get("generator")
+    if asked is not None and asked._cdata != home.generator._cdata:  # type: ignore[attr-defined]
+        raise RuntimeError(f"Expected a generator of {home.name} but found one of {asked.device}.")
+    if len(args) > schema.generator:
+        before, after = args[: schema.generator], args[schema.generator + 1 :]
+        return func, (*before, home.generator, *after), kwargs
+    return func, args, {**kwargs, "generator": home.generator}
+
+
+# --- tensors in arguments
+
+
+def _is_simulated(device: torch.device) -> bool:
+    return device.type == "meta" and device.index is not None
+
+
+def _tensors(items: Iterable[Any], kind: type) -> Iterator[Any]:
+    """The tensors among some values, in lists and tuples, too."""
+    for item in items:
+        if isinstance(item, kind):
+            yield item
+        elif type(item) in (list, tuple):
+            yield from _tensors(item, kind)
