@@ -14,6 +14,7 @@ from torchmetrics import Metric
 
 from lightning_roundpipe.microbatch import merge_losses
 from lightning_roundpipe.pipeline.tape import in_layer, runs_again
+from lightning_roundpipe.trees import map_tree, tensors
 
 current_microbatch: ContextVar[int] = ContextVar("roundpipe_microbatch")
 
@@ -108,7 +109,7 @@ class StepLogging:
         entry = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         entry.pop("self")
         if isinstance(entry["value"], Tensor) and not entry.get("enable_graph", False):
-            entry["value"] = entry["value"].detach().clone()
+            entry["value"] = entry["value"].detach().clone().to(self._module.device)
         self._logs[current_microbatch.get()].append(dict(entry))
 
     def _forward_of(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,10 +118,17 @@ class StepLogging:
         def recording_forward(*args: Any, **kwargs: Any) -> Any:
             if not runs_again():
                 updates = self._updates.setdefault(number, [[] for _ in self._sizes])
-                updates[current_microbatch.get()].append((args, kwargs))
+                updates[current_microbatch.get()].append(self._at_hand((args, kwargs)))
             return forward(*args, **kwargs)
 
         return recording_forward
+
+    def _at_hand(self, values: Any) -> Any:
+        """Values for the main thread, where the module's tensors are."""
+        place = self._module.device
+        if all(tensor.device == place for tensor in tensors(values)):
+            return values
+        return map_tree(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, values)
 
     def _sync_of(self, sync: Callable[..., None]) -> Callable[..., None]:
         def announced_sync(*args: Any, should_sync: bool = True, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
-from lightning_roundpipe.devices import CpuDevice
+from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice
 from lightning_roundpipe.garbage import SparedObjects
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
@@ -96,6 +96,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         lanes: For ``"roundpipe"``: into how many groups the devices are divided, each of which runs all stages for its
             share of the microbatches. More lanes leave less idle, and load each stage more often. ``"auto"``: as many
             as are best by the measured costs.
+        devices: Simulated accelerators, for tests and planning, in place of virtual CPU devices.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
         precision_plugin: As for any strategy.
@@ -118,6 +119,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         compile: bool | dict[str, Any] = False,
         schedule: ScheduleName | Schedule = "roundpipe",
         lanes: int | Literal["auto"] = 1,
+        devices: Sequence[SimulatedDevice] | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -150,6 +152,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.background_step = background_step
         self.schedule = schedule
         self.lanes = lanes
+        self.devices = None if devices is None else list(devices)
         self.compile = compile
         options = compile if isinstance(compile, dict) else {}
         self._compile_settings = None if compile is False else compile_settings(options)
@@ -270,7 +273,17 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self.processes.average(parameters, lambda p: p.grad, lambda p, gradient: setattr(p, "grad", gradient))
 
     def _device_count(self) -> int:
-        return max(1, len(self.parallel_devices or ()))
+        return len(self.devices) if self.devices else max(1, len(self.parallel_devices or ()))
+
+    def _make_devices(self, count: int, threads: int) -> list[Device]:
+        if self.devices is None:
+            return [CpuDevice(index, threads) for index in range(count)]
+        return [AcceleratorDevice(device) for device in self.devices]
+
+    def _at_root(self, tree: Any) -> Any:
+        """What a microbatch hands out, where the trainer's tensors are."""
+        root = self.root_device
+        return map_tree(lambda leaf: leaf.to(root) if isinstance(leaf, Tensor) and leaf.device != root else leaf, tree)
 
     def _open(self) -> Pipeline:
         """Builds the pipeline, at the first batch: what hooks did to the model before counts."""
@@ -286,7 +299,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         count = self._device_count()
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // count)
-        if count > (cores := _cores()):
+        if self.devices is None and count > (cores := _cores()):
             rank_zero_warn(
                 f"roundpipe: {count} virtual devices share {cores} core{'s' if cores > 1 else ''}, so they cannot all"
                 f" work at the same time: the numbers are right, but training is no faster than with devices={cores}."
@@ -297,7 +310,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         scheduler.check(self._wanted())
         pipeline = Pipeline(
             module,
-            [CpuDevice(index, threads) for index in range(count)],
+            self._make_devices(count, threads),
             layers=self.layers,
             staleness=self.staleness,
             seed=derive_seed(self._seed, self.global_rank) if self.is_distributed else self._seed,
@@ -454,9 +467,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
             def step() -> Tensor | None:
                 current_microbatch.set(index)
                 with nullcontext() if process_wide else plugin.train_step_context():
-                    outputs[index] = output = training_step(piece, *rest, **kwargs)
+                    output = training_step(piece, *rest, **kwargs)
                 loss = loss_in(output)
-                losses[index] = None if loss is None else loss.detach()
+                outputs[index] = output if self.devices is None else self._at_root(output)
+                losses[index] = None if loss is None else loss.detach().to(self.root_device)
                 # Without anything that counts (no token has a label) a mean is not a number, and the sums go on.
                 return loss if weights[index] else None
 
@@ -661,7 +675,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _merge_outputs(
         self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float
     ) -> STEP_OUTPUT:
-        value = mb.merge_losses(batch.losses, weights)
+        value = mb.merge_losses(self._at_root(batch.losses), weights)
         loss = None
         if value is not None:
             loss = _BatchLoss.apply(torch.zeros((), requires_grad=True), value, self, batch, scale)

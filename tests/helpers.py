@@ -5,6 +5,7 @@ accumulation, or a plain loop of autograd and `torch.optim`.
 """
 
 import copy
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,6 +18,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.devices import SimulatedDevice
+
+SIMULATED = os.environ.get("ROUNDPIPE_DEVICES") == "simulated"
+"""Whether `fit_pipeline` trains on simulated accelerators instead of virtual CPU devices."""
 
 # --- running
 
@@ -91,6 +96,8 @@ def fit_pipeline(
 
     What is compared with is mostly plain Lightning on the microbatches, so each runs the step unless asked otherwise.
     """
+    if SIMULATED and "devices" not in options:
+        options["devices"] = [SimulatedDevice(index) for index in range(devices)]
     return fit(
         model,
         batches,

@@ -56,9 +56,22 @@ class Device(ABC):
         """An activation, on this device."""
 
     @abstractmethod
+    def to_host(self, tensor: Tensor) -> Tensor:
+        """A gradient or a result, in host memory."""
+
+    @abstractmethod
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         """A call's input, kept in host memory for the recompute; a true copy where asked for."""
 
     @abstractmethod
     def running(self) -> AbstractContextManager[None]:
         """Around everything that runs on the device."""
+
+    @abstractmethod
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Around everything that a thread does with tensors that may be on devices of this kind."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's."""
+        return self.torch_device.type == "cpu"

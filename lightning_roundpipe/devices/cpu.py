@@ -28,6 +28,9 @@ class CpuDevice(Device):
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         return copy_with_strides(tensor) if copy else tensor
 
@@ -35,6 +38,9 @@ class CpuDevice(Device):
         # OpenMP's thread count belongs to the calling thread: no other device and no user code is affected.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
+        return nullcontext()
+
+    def in_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
 
 

@@ -2,7 +2,8 @@
 
 Tensors live on "device k" (``meta:k``): their values are in host memory, but as on a real device no operation takes
 tensors of two devices, memory is counted and limited, copies are counted, and what one stream does is not there for
-another one that has not waited for it. Every operation is computed by the CPU's kernels, so its numbers are the CPU's.
+another one that has not waited for it. Every operation is computed by the CPU's kernels, so its numbers are the CPU's,
+but where torch itself goes another way on the CPU: in attention, unless its "math" is asked for, and recurrent layers.
 
     device = SimulatedDevice(3, capacity=2**30)
     with simulating():
@@ -20,6 +21,7 @@ from functools import cache
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -31,6 +33,7 @@ from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses,
 
 _aten = torch.ops.aten
 _thread = threading.local()
+_ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
 
 class DeviceMixError(RuntimeError):
@@ -482,7 +485,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _use_host_memory(source, blocking).read(stream, func)
     if makes:
         options = {**kwargs, "device": torch.device("cpu"), "non_blocking": False, "pin_memory": None}
-        copied = func(data, *args[1:], **options)
+        copied = _placed_like(data, func(data, *args[1:], **options))
         result: Tensor = copied if taker is None else _made(copied, taker)
     else:
         result = args[0]
@@ -513,6 +516,21 @@ def pinned(tensor: Tensor) -> Tensor:
     copy = tensor.clone()
     _pinned[copy.untyped_storage()._cdata] = copy.untyped_storage()
     return copy
+
+
+def _placed_like(source: Tensor, copy: Tensor) -> Tensor:
+    """The copy, beginning at as even an address as the source: the CPU's kernels choose their way, and so the last
+    bits, by it, and a real device's copies all begin at even ones."""
+    if copy.layout != torch.strided or copy.dtype != source.dtype or not copy.numel():
+        return copy
+    surplus = source.data_ptr() % _ALIGNMENT
+    nbytes = copy.untyped_storage().nbytes()
+    if surplus == 0 or copy.is_conj() or copy.is_neg():
+        return copy
+    memory = numpy.empty(nbytes + _ALIGNMENT, dtype=numpy.uint8)
+    start = (surplus - memory.ctypes.data) % _ALIGNMENT
+    storage = torch.from_numpy(memory[start : start + nbytes]).view(copy.dtype)
+    return storage.as_strided(copy.size(), copy.stride()).copy_(copy)
 
 
 class _HostMemory:
@@ -578,8 +596,9 @@ def _with_generator(
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """An operation that draws random numbers, from the device's generator instead of the host's."""
     if schema.generator is None:
-        names = [argument.name for argument in func._schema.arguments]
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = func._schema.arguments
+        given = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
+        given |= {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
         if any(given.get(name) == 0 for name in ("p", "dropout_p", "dropout")) or given.get("train") is False:
             return func, args, kwargs
         overload = getattr(func.overloadpacket, _WITH_GENERATOR.get(func._overloadname, ""), None)

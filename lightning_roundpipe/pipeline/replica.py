@@ -674,7 +674,10 @@ class Replica:
             mean, variance = scratch["running_mean"], scratch["running_var"]
             if mean is not None and variance is not None:
                 count = x.numel() // mean.numel()
-                self.norm_statistics.append(NormStatistics(master, mean.clone(), variance.clone(), count))
+                place = master.running_mean.device if master.running_mean is not None else mean.device
+                self.norm_statistics.append(
+                    NormStatistics(master, mean.to(place, copy=True), variance.to(place, copy=True), count)
+                )
             return output
 
         attributes["forward"] = forward

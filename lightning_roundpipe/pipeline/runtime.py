@@ -115,7 +115,15 @@ class Pipeline:
             self.run_serially,
         )
         self._steps = Steps(
-            self.monitor, self.store, turns, self._handover, self._attributes, calls, stand_ins, self._collector
+            self.devices,
+            self.monitor,
+            self.store,
+            turns,
+            self._handover,
+            self._attributes,
+            calls,
+            stand_ins,
+            self._collector,
         )
         self._fanning_out = FanningOut(
             self.layers,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch, presenting
 from lightning_roundpipe.pipeline.calling import LayerCalls
@@ -16,6 +17,7 @@ from lightning_roundpipe.pipeline.compiling import before_compiling
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.interception import handling_calls, splitting_calls
 from lightning_roundpipe.pipeline.stand_ins import StandIns
+from lightning_roundpipe.pipeline.strays import Strays
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
 from lightning_roundpipe.state.parameters import ParameterStore
@@ -31,6 +33,7 @@ class Steps:
     """Runs microbatches, each in the thread that calls it.
 
     Args:
+        devices: The devices.
         monitor: Told of what fails.
         store: The parameters.
         turns: Who may go on.
@@ -43,6 +46,7 @@ class Steps:
 
     def __init__(
         self,
+        devices: Sequence[Device],
         monitor: Monitor,
         store: ParameterStore,
         turns: Turns,
@@ -52,6 +56,7 @@ class Steps:
         stand_ins: StandIns,
         collector: Collector,
     ) -> None:
+        self._devices = devices
         self._monitor = monitor
         self._store = store
         self._turns = turns
@@ -108,7 +113,8 @@ class Steps:
         with presenting(microbatch):
             before_compiling(lambda: self._handover.hold_to_compile(microbatch))
             try:
-                yield
+                with self._among_devices(microbatch):
+                    yield
             except Cancelled:
                 microbatch.drop()  # the thread that failed holds the error
             except BaseException as error:
@@ -123,6 +129,15 @@ class Steps:
                 microbatch.drop()
             finally:
                 before_compiling(None)
+
+    @contextmanager
+    def _among_devices(self, microbatch: Microbatch) -> Iterator[None]:
+        """Tensors are where the microbatch's layers have run, and what it brings is not."""
+        if all(device.is_host for device in self._devices):
+            yield
+            return
+        with self._devices[0].in_thread(), Strays(lambda: self._devices[microbatch.device].torch_device):
+            yield
 
     def _forward(
         self, microbatch: Microbatch, step: Callable[[], Any], splitter: Splitter | None = None

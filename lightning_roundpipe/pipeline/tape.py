@@ -23,6 +23,7 @@ from lightning_roundpipe.pipeline.arguments import Built, Structure
 from lightning_roundpipe.pipeline.compiling import CompiledKind
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
 from lightning_roundpipe.pipeline.mixed import CastWatch
+from lightning_roundpipe.pipeline.on_device import OnDevice
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
 from lightning_roundpipe.pipeline.watching import contents_of_function, copy_of, gradients_in, same
@@ -59,7 +60,17 @@ class Mode:
 class Run:
     """The outcome of running a layer once: everything that came out of it, by return or otherwise, as flat leaves."""
 
-    __slots__ = ("built", "changed", "edges", "held", "hook_calls", "norm_statistics", "returned", "structure")
+    __slots__ = (
+        "built",
+        "changed",
+        "edges",
+        "held",
+        "hook_calls",
+        "norm_statistics",
+        "parameters",
+        "returned",
+        "structure",
+    )
 
     def __init__(
         self,
@@ -70,6 +81,7 @@ class Run:
         inputs: Sequence[Any],
         changed: Collection[int],
         held: list[Tensor],
+        parameters: Sequence[Tensor],
     ) -> None:
         self.structure = structure
         self.built = built
@@ -83,6 +95,8 @@ class Run:
         self.held = held
         """What the run has put into lists or objects of the layer's, for which linked tensors are to be put."""
         self.norm_statistics: list[NormStatistics] = replica.norm_statistics
+        self.parameters = parameters
+        """The tensors that it has computed with, on its device."""
 
     @property
     def leaves(self) -> list[Any]:
@@ -150,6 +164,7 @@ class Call:
         self.compiled: CompiledKind | None = None
         self._parameter_kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.gradient_inputs: list[int] = []
+        self.input_devices: list[torch.device] = []
         self.kept: Run | None = None
         self.differentiable: list[int] = []
         self.deferred: DeferredWeights | None = None
@@ -186,6 +201,7 @@ class Call:
             self.gradient_inputs = [
                 i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad
             ]
+            self.input_devices = [leaves[i].device for i in self.gradient_inputs]
         self._save_inputs(device, leaves, mode)
         if self.has_state:
             taken, reading = layer.norms(training=True), layer.norms(training=False)
@@ -275,7 +291,7 @@ class Call:
         new = list(leaves)
         if self.differentiable:
             reached, calls, used = graph_leaves([leaves[i] for i in self.differentiable], run.edges)
-            self._find_foreign_parameters(reached, calls)
+            self._find_foreign_parameters(run, reached, calls)
             # What the outputs do not depend on gets no gradient at all, as without us, rather than zeros.
             inputs = [given[i] if n in used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
             outputs = _call_node(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
@@ -357,8 +373,9 @@ class Call:
                 continue
             copy = self.is_new or i in self.layer.traits.changed_inputs
             detached = leaf.detach()
-            self._saved.append(device.keep_input(detached, copy=copy))
-            if not leaf.is_inference() and (self.is_new or not copy):
+            kept = device.keep_input(detached, copy=copy)
+            self._saved.append(kept)
+            if not leaf.is_inference() and (self.is_new or kept is detached):
                 self._versions.append((i, detached, leaf._version))
 
     def _check_inputs_after_run(self) -> None:
@@ -417,7 +434,7 @@ class Call:
         self.done = True
         compiled = self.compiled is not None or self.layer.traits.compiles
         if defers and parameters and self.kept is None and not compiled:
-            self.deferred = DeferredWeights(self.parameters)
+            self.deferred = DeferredWeights()
         try:
             run = self.kept if self.kept is not None else self._run_again(device)
             self.kept = None
@@ -427,13 +444,13 @@ class Call:
                 self.layer.give_back(self._replica)
                 self._replica = None
 
-    def weight_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def weight_gradients(self, device: Device) -> list[tuple[Tensor, Tensor]]:
         """The gradients of the parameters that :meth:`backward` has left for later, as it gives those it has."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return []
-        masters = {id(leaf): master for master, leaf in zip(self.layer.parameters, self.parameters, strict=True)}
-        return [(masters[id(leaf)], gradient) for leaf, gradient in deferred.gradients()]
+        masters = {id(leaf): master for master, leaf in zip(self.layer.parameters, deferred.parameters, strict=True)}
+        return [(masters[id(leaf)], device.to_host(gradient)) for leaf, gradient in deferred.gradients()]
 
     def _differentiate(
         self, run: Run, device: Device, gradients: Sequence[Tensor | None], parameters: bool
@@ -443,11 +460,11 @@ class Call:
             output = run.leaves[i]
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
-                seeds.append(gradient)
+                seeds.append(gradient.to(output.device))
         targets: list[Any] = list(run.edges)
         masters: list[Tensor] = []
         if parameters:
-            for master, leaf in zip(self.layer.parameters, self.parameters, strict=True):
+            for master, leaf in zip(self.layer.parameters, run.parameters, strict=True):
                 if leaf.requires_grad:
                     masters.append(master)
                     targets.append(leaf)
@@ -478,9 +495,16 @@ class Call:
                         " Change it out of place (x = x + y instead of x += y), or hand on a copy (tensor.clone())."
                     )
                 raise
-        inputs: list[Tensor | None] = list(found[: len(run.edges)])
-        of_masters = found[len(run.edges) : len(run.edges) + len(masters)]
-        return inputs, [(m, g) for m, g in zip(masters, of_masters, strict=True) if g is not None]
+            inputs = [
+                gradient if gradient is None else gradient.to(place)
+                for gradient, place in zip(found[: len(run.edges)], self.input_devices, strict=True)
+            ]
+            of_masters = found[len(run.edges) : len(run.edges) + len(masters)]
+            return inputs, [
+                (master, device.to_host(gradient))
+                for master, gradient in zip(masters, of_masters, strict=True)
+                if gradient is not None
+            ]
 
     def _run_again(self, device: Device) -> Run:
         layer = self.layer
@@ -553,9 +577,9 @@ class Call:
         if any(leaf.grad is not None for leaf in self.parameters):
             raise RecomputeError(_escaped(self.label))
 
-    def _find_foreign_parameters(self, leaves: Sequence[Tensor], calls: Sequence[Any]) -> None:
+    def _find_foreign_parameters(self, run: Run, leaves: Sequence[Tensor], calls: Sequence[Any]) -> None:
         """Parameters of others that the layer reaches by itself show in its graph."""
-        known = {id(leaf) for leaf in self.parameters}
+        known = {id(leaf) for leaf in run.parameters}
         if calls or any(getattr(leaf, "is_stand_in", False) for leaf in leaves):
             raise RecomputeError(
                 f"{self.label}: the layer uses a tensor made outside it that is none of its arguments, so that tensor's"
@@ -576,12 +600,12 @@ class Call:
         *,
         first: bool,
     ) -> Run:
-        inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         edges: list[GradientEdge] = []
         versions: list[tuple[int, int]] = []
         grad = _NOTHING if mode == Mode.PLAIN else torch.enable_grad()
         deferring = _NOTHING if first else self.deferred or _NOTHING
         with device.running(), self.autocast.again(), grad, self._saving(mode), deferring:
+            inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             if mode != Mode.PLAIN:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
@@ -590,6 +614,7 @@ class Call:
                     edges = _edges(entered, lasting=mode == Mode.KEEP)
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
+            if mode != Mode.PLAIN or not device.is_host:
                 versions = [
                     (i, leaf._version)
                     for i, leaf in enumerate(inputs)
@@ -598,13 +623,16 @@ class Call:
             if not first:
                 self._put_random_state()
             (args, values, *attributes), built = self.arguments.build(inputs)
+            there = OnDevice(device, self.parameters, buffers, self.state, {} if first else self._copies)
+            if not first and self.deferred is not None:
+                self.deferred.parameters = there.parameters
             replica.load(
                 self.state,
                 attributes,
-                device.upload(self.parameters),
-                buffers,
+                there.parameters,
+                there.buffers,
                 merge_norm_statistics=self.merge_norm_statistics,
-                copies={} if first else self._copies,
+                copies=there.copies,
                 code=self.compiled,
                 holding=self.state.holding if self.is_new else self.layer.traits.gradient_attributes,
             )
@@ -613,6 +641,13 @@ class Call:
                 output = replica.forward(*args, **dict(zip(self.names, values, strict=True)))
             finally:
                 _thread.runs_again = _thread.in_layer = False
+            if first:
+                there.write_back()
+                if mode == Mode.PLAIN:  # else they are outputs
+                    for i, version in versions:
+                        if inputs[i] is not leaves[i] and inputs[i]._version != version:
+                            leaves[i].copy_(inputs[i])
+                    versions = []
             hook_calls = [(c.module, c.args, c.kwargs, c.output, c.moment) for c in replica.hook_calls]
             changed = [i for i, version in versions if inputs[i]._version != version]
             if len(changed) > 1 and _share_memory(inputs[i] for i in changed):
@@ -625,7 +660,8 @@ class Call:
             held = replica.held_gradients()
             others = (hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
             escaped = (output, *others) if any(others) else (output,)
-            return Run(Structure(escaped, built.originals()), built, edges, replica, inputs, changed, held)
+            structure = Structure(escaped, built.originals())
+            return Run(structure, built, edges, replica, inputs, changed, held, there.parameters)
 
     def _saving(self, mode: str) -> AbstractContextManager[Any]:
         """What autograd's graph of the call saves."""

@@ -50,7 +50,7 @@ class WeightActions:
                 for call in calls:
                     where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
                     with self._measured.busy(device), self._devices[device].running():
-                        call.deferred_gradients = call.weight_gradients()
+                        call.deferred_gradients = call.weight_gradients(self._devices[device])
                 calls.clear()
                 batch.end_action(device, Action("W", action.stage, index))
                 self._turnstiles.leave((number, action))

@@ -16,6 +16,8 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from lightning_roundpipe.devices import SimulatedTensor
+
 Found = list[tuple[Tensor, Tensor]]
 """Parameters and their gradients."""
 
@@ -25,14 +27,12 @@ class DeferredWeights(TorchFunctionMode):
 
     Linear maps and convolutions by the layer's own weights then give their inputs' gradients only. :meth:`gradients`
     computes those of the weights. Whatever else has parameters is differentiated as a whole.
-
-    Args:
-        parameters: The layer's own.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._own = {id(parameter) for parameter in parameters if parameter.requires_grad}
+        self.parameters: Sequence[Tensor] = ()
+        """What the layer computes with, where it runs."""
         self._later: list[Callable[[], Found]] = []
         with torch.enable_grad():
             self._token = torch.empty(0, requires_grad=True).clone()
@@ -63,11 +63,14 @@ class DeferredWeights(TorchFunctionMode):
     def _may_wait(self, operation: "Operation", x: Tensor) -> bool:
         bias = operation.bias
         return (
-            id(operation.weight) in self._own
-            and (bias is None or not bias.requires_grad or id(bias) in self._own)
+            self._owns(operation.weight)
+            and (bias is None or not bias.requires_grad or self._owns(bias))
             and all(tensor is None or _is_plain(tensor) for tensor in (x, operation.weight, bias))
             and not _is_transformed()
         )
+
+    def _owns(self, tensor: Tensor) -> bool:
+        return any(tensor is parameter for parameter in self.parameters) and tensor.requires_grad
 
     @property
     def waiting(self) -> bool:
@@ -186,7 +189,11 @@ def _in_order(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any])
 
 def _is_plain(tensor: Tensor) -> bool:
     """Neither complex, whose products are with the conjugate, nor sparse, nested or of a type of somebody's own."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_complex()
+    return (
+        type(tensor) in (Tensor, nn.Parameter, SimulatedTensor)
+        and tensor.layout == torch.strided
+        and not tensor.is_complex()
+    )
 
 
 def _is_transformed() -> bool:

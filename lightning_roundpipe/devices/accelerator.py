@@ -1,0 +1,68 @@
+"""A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from lightning_roundpipe.devices.base import Device
+from lightning_roundpipe.devices.cpu import copy_with_strides
+from lightning_roundpipe.devices.simulated import SimulatedDevice, simulating
+
+_HOST = torch.device("cpu")
+
+
+class AcceleratorDevice(Device):
+    """Runs its calls on an accelerator.
+
+    Args:
+        hardware: The accelerator.
+    """
+
+    shares_host_generator = True
+
+    def __init__(self, hardware: SimulatedDevice) -> None:
+        super().__init__()
+        self.hardware = hardware
+        self.name = hardware.name
+        self.torch_device = hardware.torch_device
+
+    def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            nn.Parameter(moved(parameter.detach(), self.torch_device), requires_grad=parameter.requires_grad)
+            for parameter in parameters
+        ]
+
+    def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.torch_device else moved(tensor.detach(), self.torch_device)
+
+    def to_host(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == _HOST else moved(tensor.detach(), _HOST)
+
+    def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
+        if tensor.device != _HOST:
+            return self.to_host(tensor)
+        return copy_with_strides(tensor) if copy else tensor
+
+    def running(self) -> AbstractContextManager[None]:
+        return simulating()
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        return simulating()
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on another device with the same strides: what looks at a tensor's layout must see the same there."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return tensor.to(device)
+    repeated = [dim for dim in range(tensor.dim()) if tensor.stride(dim) == 0 and tensor.size(dim) > 1]
+    if repeated:
+        once = tensor
+        for dim in repeated:
+            once = once.narrow(dim, 0, 1)
+        return moved(once, device).expand(tensor.size())
+    copy = tensor.to(device)
+    if copy.stride() == tensor.stride() or tensor.numel() == 0:
+        return copy
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(copy)

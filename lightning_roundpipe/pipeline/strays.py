@@ -1,0 +1,72 @@
+"""Tensors that are not where they are used: moved, instead of an error.
+
+The code of a step finds its activations on the device of the layer before, and that is another one for each stage. What
+it brings itself (masks that it makes, attributes, labels) lies on the host, or where an earlier layer ran.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+_JOINING = {
+    torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack,
+    torch.column_stack, torch.row_stack,
+}  # fmt: skip
+"""They take no host tensor for a number."""
+_IN_ITS_PLACE = {"__setitem__", "__getitem__"}
+_MOVING = {"to", "copy_", "cpu", "cuda", "type", "type_as", "__set__", "set_", "backward"}
+
+
+class Strays(TorchFunctionMode):
+    """Lets operations have all their tensors on one device: where what they change is, or else on the current one.
+
+    Args:
+        current: The current device.
+    """
+
+    def __init__(self, current: Callable[[], torch.device]) -> None:
+        super().__init__()
+        self._current = current
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = list(_tensors((*args, *kwargs.values())))
+        if len(found) < 2:
+            return func(*args, **kwargs)
+        devices = {tensor.device for tensor in found}
+        if len(devices) == 1 or (name := getattr(func, "__name__", "")) in _MOVING:
+            return func(*args, **kwargs)
+        target = self._current()
+        if isinstance(kwargs.get("out"), Tensor):
+            target = kwargs["out"].device
+        elif isinstance(args[0], Tensor) and (name in _IN_ITS_PLACE or _is_in_place(name)):
+            target = args[0].device
+        numbers = func not in _JOINING and target.type != "cpu"  # which the host may have
+        args = tuple(_move(item, target, numbers) for item in args)
+        return func(*args, **{key: _move(item, target, numbers) for key, item in kwargs.items()})
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
+
+
+def _move(item: Any, target: torch.device, numbers: bool) -> Any:
+    if isinstance(item, Tensor):
+        stays = item.device == target or (numbers and item.dim() == 0 and item.device.type == "cpu")
+        return item if stays else item.to(target)
+    if type(item) in (list, tuple):
+        return type(item)(_move(part, target, numbers) for part in item)
+    return item
+
+
+def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
+    for item in items:
+        if isinstance(item, Tensor):
+            yield item
+        elif type(item) in (list, tuple):
+            yield from _tensors(item)
