@@ -36,6 +36,7 @@ from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_fu
 from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
+from lightning_roundpipe.pipeline.strays import bring_home
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.processes import MultiProcessStrategy
@@ -444,6 +445,13 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._begin_window(pipeline, trainer)
         if self._spared is None and pipeline.batches >= _FEW_BATCHES:
             self._spared = SparedObjects()
+        with pipeline.devices[0].in_thread():
+            return self._train(pipeline, *args, **kwargs)
+
+    def _train(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """The training step by the pipeline."""
+        module, trainer = self.lightning_module, self._trainer
+        assert module is not None and trainer is not None and self._between is not None
         batch, rest = args[0], args[1:]
         training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
         if self.split != "whole" and self._wanted() > 1 and (self._decided is None or self._looks_again(pipeline)):
@@ -495,6 +503,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self._layers_log = logging if logging.layers_log else None
             if process_wide or ((self._communicates or logging.layers_log) and not self._batch.deferred):
                 pipeline.wait_backward()  # the recompute must see the same default dtype, and what stands in for `log`
+        if self.devices is not None:
+            bring_home(module, self.root_device)
         if len(pieces) > 1:
             logging.replay(losses, weights)
         if any(loss is not None for loss in self._batch.losses):

@@ -223,9 +223,15 @@ def result(trainer: L.Trainer) -> dict[str, Any]:
     }
 
 
+def at_host(value: Any) -> Any:
+    """A tensor in host memory, wherever it was."""
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
 def assert_equal(actual: Any, expected: Any, where: str = "result") -> None:
     """Bit for bit, with the same structure. The order of a dict's keys is free: the pipeline fills them as it goes."""
     if isinstance(expected, Tensor):
+        actual, expected = at_host(actual), at_host(expected)
         assert isinstance(actual, Tensor) and actual.dtype == expected.dtype and actual.shape == expected.shape, where
         same = torch.equal(actual, expected)
         assert same, f"{where}: differs by up to {(actual - expected).abs().max()}, of {expected.abs().max()}"
@@ -244,6 +250,7 @@ def assert_equal(actual: Any, expected: Any, where: str = "result") -> None:
 def assert_alike(actual: Any, expected: Any, tolerance: float = 1e-10, where: str = "result") -> None:
     """As `assert_equal`, but floating point numbers within `tolerance` of the largest value beside them."""
     if isinstance(expected, Tensor) and expected.is_floating_point():
+        actual, expected = at_host(actual), at_host(expected)
         assert isinstance(actual, Tensor) and actual.dtype == expected.dtype and actual.shape == expected.shape, where
         error, size = (float(x.abs().max()) if x.numel() else 0.0 for x in (actual - expected, expected))
         assert error <= tolerance * size, f"{where}: {error} of {size}"

@@ -51,6 +51,16 @@ class AcceleratorDevice(Device):
     def in_thread(self) -> AbstractContextManager[None]:
         return simulating()
 
+    def random_state(self) -> Tensor | None:
+        return self.hardware.generator.get_state()
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        if state is not None:
+            self.hardware.generator.set_state(state)
+
+    def seed(self, seed: int) -> None:
+        self.hardware.generator.manual_seed(seed)
+
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on another device with the same strides: what looks at a tensor's layout must see the same there."""

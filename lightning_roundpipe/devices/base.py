@@ -71,6 +71,18 @@ class Device(ABC):
     def in_thread(self) -> AbstractContextManager[None]:
         """Around everything that a thread does with tensors that may be on devices of this kind."""
 
+    @abstractmethod
+    def random_state(self) -> Tensor | None:
+        """The state of its own generator, or None where it has none."""
+
+    @abstractmethod
+    def set_random_state(self, state: Tensor | None) -> None:
+        """Puts its own generator into a state."""
+
+    @abstractmethod
+    def seed(self, seed: int) -> None:
+        """Seeds its own generator."""
+
     @property
     def is_host(self) -> bool:
         """Whether its memory is the host's."""

@@ -43,6 +43,15 @@ class CpuDevice(Device):
     def in_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def random_state(self) -> Tensor | None:
+        return None
+
+    def set_random_state(self, state: Tensor | None) -> None:
+        pass
+
+    def seed(self, seed: int) -> None:
+        pass
+
 
 def copy_with_strides(tensor: Tensor) -> Tensor:
     """A copy with the same strides and alignment: kernels choose their way, and so the last bits, by them."""

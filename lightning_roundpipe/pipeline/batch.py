@@ -45,6 +45,7 @@ class Microbatch:
         self.token = torch.empty(0, requires_grad=True)
         self.stand_ins: dict[int, tuple[nn.Parameter, Tensor]] = {}
         self.random_state: RandomState | None = None
+        self.device_random_state: Tensor | None = None
         self.outside_random_state: Tensor | None = None
         self.backward_random_state: Tensor | None = None
         self.attributes: dict[Key, Any] = {}

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
@@ -65,25 +66,29 @@ class Executor:
         self._handover.take(microbatch)
         compiled = unprepared_compilations()
         before = RandomState.capture()
-        call.random_state = before
+        on_device = device.random_state()
+        call.random_state, call.device_random_state = before, on_device
         if many:
             call.seed = derive_seed(self._seed, batch.seed_step, microbatch.number, number)
             seed_all(call.seed)
+            device.seed(call.seed)
             started = RandomState.capture()
         else:
             started = before
+        started_on_device = device.random_state()
         microbatch.accesses.in_layer = batch.records
         with _noting_sets(call), measured:
             run = call.run(device, mode)
         microbatch.accesses.in_layer = False
-        if watch and not RandomState.capture().same(started):
+        if watch and not (RandomState.capture().same(started) and _same(device.random_state(), started_on_device)):
             traits.draws = True
         if unprepared_compilations() != compiled:
             traits.compiles = True
         if many:
             before.restore()
+            device.set_random_state(on_device)
         if not layer.draws():
-            call.seed = call.random_state = None
+            call.seed = call.random_state = call.device_random_state = None
         self._handover.release(microbatch)
         return run
 
@@ -99,15 +104,16 @@ class Executor:
         """Runs a call's recompute, if there must be one, and its backward; see :meth:`Call.backward`."""
         traits, device = call.layer.traits, self._devices[microbatch.device]
         alone = traits.compiles or (call.random_state is not None and device.shares_host_generator)
-        before = None
+        before = on_device = None
         if traits.sets_generator or (alone and call.kept is None):
             self._handover.take(microbatch)
-            before = RandomState.capture()
+            before, on_device = RandomState.capture(), device.random_state()
         measured = self._measured.backward_call(microbatch.device, call.layer.index, recomputes=call.kept is None)
         with measured, _noting_sets(call):
             result = call.backward(device, gradients, parameters=parameters, defers=defers)
         if before is not None:
             before.restore()
+            device.set_random_state(on_device)
             self._handover.release(microbatch)
         else:
             self._handover.end_compiling(microbatch)
@@ -123,6 +129,10 @@ class Executor:
                 " same way in the first batch, compile the layer as a whole with RoundPipeStrategy(compile=True), or"
                 " train with RoundPipeStrategy(microbatches=1)."
             )
+
+
+def _same(state: Tensor | None, other: Tensor | None) -> bool:
+    return state is other if state is None or other is None else torch.equal(state, other)
 
 
 def _noting_sets(call: Call) -> AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
+from lightning_roundpipe.pipeline.device_rng import DeviceGenerators
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, same_state, seed_all
 from lightning_roundpipe.pipeline.turnstile import Baton, Monitor, Place
 
@@ -22,15 +23,17 @@ class Handover:
     Args:
         monitor: Of all waits.
         attributes: What microbatches have set on modules.
+        generators: Those of the devices.
         seed: Base of all random numbers drawn in microbatches.
     """
 
-    def __init__(self, monitor: Monitor, attributes: ModuleAttributes, seed: int) -> None:
+    def __init__(self, monitor: Monitor, attributes: ModuleAttributes, generators: DeviceGenerators, seed: int) -> None:
         self.backward_draws = False
         """Whether the code between layers sets the generator in its backward, as a checkpoint does."""
         self._monitor = monitor
         self._baton = Baton(monitor)
         self._attributes = attributes
+        self._generators = generators
         self._seed = seed
         self._left: Tensor | None = None
         """The generator's state when the baton was last released in a forward."""
@@ -49,8 +52,10 @@ class Handover:
         try:
             if microbatch.in_backward:
                 self._swap_in_backward(microbatch)
-            elif microbatch.batch.microbatches > 1:
-                self._swap_in(microbatch)
+            else:
+                self._generators.put(microbatch)
+                if microbatch.batch.microbatches > 1:
+                    self._swap_in(microbatch)
         except BaseException:
             self._baton.release(place)
             microbatch.place = None
@@ -62,8 +67,10 @@ class Handover:
             return
         if microbatch.in_backward:
             self._swap_out_backward(microbatch)
-        elif microbatch.batch.microbatches > 1:
-            self._swap_out(microbatch)
+        else:
+            self._generators.note(microbatch)
+            if microbatch.batch.microbatches > 1:
+                self._swap_out(microbatch)
         self._baton.release(microbatch.place)
         microbatch.place = None
 
@@ -76,6 +83,7 @@ class Handover:
             RuntimeError: When microbatches have drawn from generators that nobody has kept for them.
         """
         self._left = None
+        self._generators.begin_batch()
         if batch.microbatches == 1:
             yield
             return

@@ -18,6 +18,7 @@ from lightning_roundpipe.pipeline.call_split import CallSplit
 from lightning_roundpipe.pipeline.calling import LayerCalls
 from lightning_roundpipe.pipeline.collecting import Collector
 from lightning_roundpipe.pipeline.compiling import count_compilations
+from lightning_roundpipe.pipeline.device_rng import DeviceGenerators
 from lightning_roundpipe.pipeline.executing import Executor
 from lightning_roundpipe.pipeline.fanning_out import FanningOut
 from lightning_roundpipe.pipeline.handover import Handover
@@ -99,7 +100,7 @@ class Pipeline:
         self._threads = Threads("roundpipe")
         self._weight_actions = WeightActions(self.devices, self.monitor, self._turnstiles, self.measured)
         turns = Turns(self._turnstiles)
-        self._handover = Handover(self.monitor, self._attributes, seed)
+        self._handover = Handover(self.monitor, self._attributes, DeviceGenerators(self.devices, seed), seed)
         self._collector = Collector(self.store, self.layers, self.run_serially)
         stand_ins = StandIns(self.store, self._handover, self.run_serially)
         calls = LayerCalls(

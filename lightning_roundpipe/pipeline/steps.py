@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
@@ -57,6 +58,7 @@ class Steps:
         collector: Collector,
     ) -> None:
         self._devices = devices
+        self._on_host = all(device.is_host for device in devices)
         self._monitor = monitor
         self._store = store
         self._turns = turns
@@ -133,7 +135,7 @@ class Steps:
     @contextmanager
     def _among_devices(self, microbatch: Microbatch) -> Iterator[None]:
         """Tensors are where the microbatch's layers have run, and what it brings is not."""
-        if all(device.is_host for device in self._devices):
+        if self._on_host:
             yield
             return
         with self._devices[0].in_thread(), Strays(lambda: self._devices[microbatch.device].torch_device):
@@ -186,7 +188,7 @@ class Steps:
         self._handover.take(microbatch)
         try:
             with handling_calls(partial(self._calls.call_again, microbatch)), mode:
-                torch.autograd.backward(roots, seeds)
+                self._run_backward(roots, seeds)
         finally:
             self._handover.release(microbatch)
             for handle in handles:
@@ -194,6 +196,12 @@ class Steps:
         if microbatch.batch.records:
             for call in microbatch.calls:
                 call.check_nothing_escaped()
+
+    def _run_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        if self._on_host:
+            torch.autograd.backward(roots, seeds)
+        else:  # which is a torch function itself, so that stray tensors in it would not be moved
+            _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), True, accumulate_grad=True)
 
     def _end(self, microbatch: Microbatch) -> None:
         """After the backward: nothing more comes."""

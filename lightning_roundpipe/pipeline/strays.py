@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from lightning_roundpipe.pipeline.watching import OF_ALL_MODULES
 
 _JOINING = {
     torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack,
@@ -21,7 +23,8 @@ _MOVING = {"to", "copy_", "cpu", "cuda", "type", "type_as", "__set__", "set_", "
 
 
 class Strays(TorchFunctionMode):
-    """Lets operations have all their tensors on one device: where what they change is, or else on the current one.
+    """Lets operations have all their tensors on one device: where what they change is, or else where all of them are
+    that are on devices, or else on the current one.
 
     Args:
         current: The current device.
@@ -41,7 +44,8 @@ class Strays(TorchFunctionMode):
         devices = {tensor.device for tensor in found}
         if len(devices) == 1 or (name := getattr(func, "__name__", "")) in _MOVING:
             return func(*args, **kwargs)
-        target = self._current()
+        others = {device for device in devices if device.type != "cpu"}
+        target = others.pop() if len(others) == 1 else self._current()
         if isinstance(kwargs.get("out"), Tensor):
             target = kwargs["out"].device
         elif isinstance(args[0], Tensor) and (name in _IN_ITS_PLACE or _is_in_place(name)):
@@ -49,6 +53,29 @@ class Strays(TorchFunctionMode):
         numbers = func not in _JOINING and target.type != "cpu"  # which the host may have
         args = tuple(_move(item, target, numbers) for item in args)
         return func(*args, **{key: _move(item, target, numbers) for key, item in kwargs.items()})
+
+
+def bring_home(root: nn.Module, home: torch.device) -> None:
+    """After a step: what it has left on the modules, in lists and dicts, too, goes where the trainer's tensors are."""
+    for module in root.modules():
+        for values in (module.__dict__, module.__dict__.get("_buffers", {})):
+            for name, value in values.items():
+                if isinstance(value, Tensor):
+                    if value.device != home:
+                        values[name] = value.to(home)
+                elif name not in OF_ALL_MODULES:
+                    _bring_contents(value, home, 3)
+
+
+def _bring_contents(value: Any, home: torch.device, depth: int) -> None:
+    if not isinstance(value, (list, dict)):
+        return
+    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+        if isinstance(item, Tensor):
+            if item.device != home:
+                value[key] = item.to(home)
+        elif depth > 1:
+            _bring_contents(item, home, depth - 1)
 
 
 def _is_in_place(name: str) -> bool:

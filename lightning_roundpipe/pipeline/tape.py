@@ -160,6 +160,7 @@ class Call:
         self.context = contextvars.copy_context()
         self.seed: int | None = None
         self.random_state: RandomState | None = None
+        self.device_random_state: Tensor | None = None
         self.merge_norm_statistics = False
         self.compiled: CompiledKind | None = None
         self._parameter_kinds: list[tuple[torch.dtype, torch.Size]] = []
@@ -621,9 +622,11 @@ class Call:
                     if isinstance(leaf, Tensor) and not leaf.is_inference()
                 ]
             if not first:
-                self._put_random_state()
+                self._put_random_state(device)
             (args, values, *attributes), built = self.arguments.build(inputs)
             there = OnDevice(device, self.parameters, buffers, self.state, {} if first else self._copies)
+            if not device.is_host:
+                refuse_escapes(there.parameters, self.label)
             if not first and self.deferred is not None:
                 self.deferred.parameters = there.parameters
             replica.load(
@@ -672,12 +675,14 @@ class Call:
             return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
         return _NOTHING
 
-    def _put_random_state(self) -> None:
+    def _put_random_state(self, device: Device) -> None:
         """As it was in the first run."""
         if self.seed is not None:
             seed_all(self.seed)
+            device.seed(self.seed)
         elif self.random_state is not None:
             self.random_state.restore()
+            device.set_random_state(self.device_random_state)
 
 
 class CallOwner(ABC):
@@ -828,6 +833,17 @@ def _escaped(label: str) -> str:
         " a changed argument or through a forward hook. Its gradient cannot be computed. Return it from the layer, or"
         " keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
     )
+
+
+def refuse_escapes(leaves: Iterable[Tensor], label: str) -> None:
+    """Leaves that are made for one run get no gradients but those that :meth:`Call.backward` asks for."""
+
+    def refuse(_: Tensor) -> None:
+        raise RecomputeError(_escaped(label))
+
+    for leaf in leaves:
+        if leaf.requires_grad:
+            leaf.register_post_accumulate_grad_hook(refuse)
 
 
 @functools.cache
