@@ -1,6 +1,6 @@
 """A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -27,12 +27,21 @@ class AcceleratorDevice(Device):
         self.hardware = hardware
         self.name = hardware.name
         self.torch_device = hardware.torch_device
+        self._stage: Hashable = None
+        self._resident: dict[int, tuple[Tensor, Tensor]] = {}
+        """The stage's parameters, by id, and what stands for them here."""
+
+    def begin_stage(self, stage: Hashable) -> None:
+        if stage != self._stage:
+            self._stage, self._resident = stage, {}
 
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        return [
-            nn.Parameter(moved(parameter.detach(), self.torch_device), requires_grad=parameter.requires_grad)
-            for parameter in parameters
-        ]
+        resident = self._resident
+        for parameter in parameters:
+            if id(parameter) not in resident:
+                there = moved(parameter.detach(), self.torch_device)
+                resident[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
+        return [resident[id(parameter)][1] for parameter in parameters]
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor if tensor.device == self.torch_device else moved(tensor.detach(), self.torch_device)

@@ -1,7 +1,7 @@
 """What the pipeline asks of a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -46,6 +46,10 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+
+    @abstractmethod
+    def begin_stage(self, stage: Hashable) -> None:
+        """Parameters that are uploaded from now on stay until another stage begins."""
 
     @abstractmethod
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:

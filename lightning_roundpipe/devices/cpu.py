@@ -1,6 +1,6 @@
 """A virtual device: a share of the CPU's cores. Parameters and activations are in place already."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -21,6 +21,9 @@ class CpuDevice(Device):
         self.name = f"cpu:{index}"
         self.torch_device = torch.device("cpu")
         self._threads = threads
+
+    def begin_stage(self, stage: Hashable) -> None:
+        pass
 
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return list(parameters)

@@ -108,6 +108,14 @@ class Structure:
         """The tree alone."""
         return _build(self._root, leaves, {})
 
+    def forget(self) -> None:
+        """Lets go of the containers that were taken apart, and so of what they hold. Others of their kind can still be
+        built."""
+        for node in self._nodes:
+            node.original = _empty_like(node.original)
+            for name in getattr(node.original, "__dataclass_fields__", ()):
+                getattr(node.original, "__dict__", {}).pop(name, None)
+
 
 class Built:
     """The containers of one :meth:`Structure.build`, able to tell what was changed in them since."""
@@ -247,6 +255,11 @@ def _empty_like(original: Any) -> Any:
     new: Any
     if type(original) in (list, dict):
         return type(original)()
+    if isinstance(original, tuple):
+        try:
+            return tuple.__new__(type(original))
+        except TypeError:  # torch's own results
+            return original
     if isinstance(original, UserDict):
         new = object.__new__(type(original))
         vars(new).update(vars(original))

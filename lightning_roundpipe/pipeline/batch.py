@@ -187,6 +187,10 @@ class Batch:
         self.runs: list[Microbatch | None] = [None] * self.microbatches
         self.places: dict[tuple[int, int], tuple[int, Kind]] = {}
         """For each stage and microbatch the device and the kind of the action."""
+        self.resident = False
+        """Whether parameters stay on the devices to the end of the batch."""
+        self.summed_on_device: frozenset[int] = frozenset()
+        """Stages of which one device runs all microbatches in their order, so that it can add up their gradients."""
         self.occupancy: list[Occupancy] = []
         """What each device holds of this batch, if it is counted."""
         self.weights_left: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Layer calls: what happens when a microbatch comes to a layer, and when autograd comes back to it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,7 @@ class LayerCalls(CallOwner):
             microbatch.where = f"{call.label}; device {device.name}"
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
+            device.begin_stage(_stage(microbatch, number))
             versions = [leaf._version for leaf in leaves]
             run_mode = _mode(microbatch, call, grad)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
@@ -120,6 +121,8 @@ class LayerCalls(CallOwner):
             escaped = call.link(run, self, microbatch.token)
             self._note_foreign_parameters(microbatch, call)
         self._deliver(microbatch, call, run, escaped)
+        if not device.is_host:  # the device's memory is not to be held by what the recompute does not need
+            call.arguments.forget()
         if batch.records:
             run_and_check_hooks(layer, escaped, read)
         else:
@@ -183,11 +186,14 @@ class LayerCalls(CallOwner):
             self._turns.enter_backward(microbatch, call)
             device = self._devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
+            device.begin_stage(_stage(microbatch, id(call)))
             count_backward(device, microbatch, call)
             defers = (microbatch.stage, microbatch.index) in microbatch.batch.deferring
             defers = defers and self._turns.has_turn_of(microbatch, call)
             inputs, found = self._executor.backward(microbatch, call, gradients, parameters=parameters, defers=defers)
             count_gradients(device, microbatch, found)
+            if not device.is_host:
+                found = self._collector.keep_on_device(microbatch, call, found)
             self._collector.take(microbatch, call, found)
             place = self._handover.request()
             self._turns.leave_backward(microbatch, call)
@@ -252,3 +258,12 @@ def _mode(microbatch: Microbatch, call: Call, grad: bool) -> str:
     fused = microbatch.ticket is not None and microbatch.ticket[1].kind == "FB"
     # What is changed in place must not be part of a kept graph.
     return Mode.KEEP if fused and not call.is_new and not call.layer.traits.changed_inputs else Mode.DROP
+
+
+def _stage(microbatch: Microbatch, call: Hashable) -> Hashable:
+    """How long parameters stay on a device: for a stage and all its microbatches. In a batch that has no stages yet,
+    for a call."""
+    batch = microbatch.batch
+    if batch.serial:
+        return batch.number, microbatch.number, microbatch.in_backward, call
+    return (batch.number, batch.first) if batch.resident else (batch.number, batch.first, microbatch.stage)

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.tape import Call, graph_leaves
+from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 
@@ -65,6 +67,30 @@ class Collector:
         for unit in units:
             if unit not in left:
                 self._finish(microbatch, unit)
+
+    def keep_on_device(
+        self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Adds gradients that are on a device to its sums, where one device has all microbatches of the stage, in their
+        order. They come down once, when the unit is complete. Returns the others, in host memory."""
+        batch, plan = microbatch.batch, microbatch.batch.plan
+        summed = (
+            plan is not None
+            and call.position is not None
+            and plan.backward_stage[call.position] == microbatch.stage
+            and microbatch.stage in batch.summed_on_device
+            and isinstance(batch.gradients, BatchGradients)
+            and not batch.deferring
+        )
+        others: list[tuple[Tensor, Tensor]] = []
+        for parameter, gradient in found:
+            # Hooks are to see each microbatch's gradient.
+            if summed and gradient.layout == torch.strided and not parameter._backward_hooks:
+                if id(parameter) not in microbatch.frozen:
+                    batch.gradients.add_on_device(call.position, parameter, gradient)  # type: ignore[union-attr, arg-type]
+            else:
+                others.append((parameter, gradient.to(parameter.device)))
+        return others
 
     def take(self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]) -> None:
         """Takes the (parameter, gradient) pairs of a call's backward."""

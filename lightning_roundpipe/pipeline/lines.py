@@ -37,6 +37,8 @@ class LineUp:
         schedule = self._scheduler.schedule(
             batch.plan.partition, batch.microbatches, lanes=batch.plan.lanes, deferred=batch.deferred
         )
+        batch.resident = schedule.resident
+        batch.summed_on_device = _run_in_order(schedule, batch.microbatches)
         if not batch.deferred:
             batch.occupancy = self._occupancy(schedule, batch.plan)
         for device, line in enumerate(schedule.devices):
@@ -54,3 +56,13 @@ class LineUp:
     def _occupancy(self, schedule: Schedule, plan: Plan) -> list[Occupancy]:
         sizes = [sum(parameter.numel() for parameter in layer.parameters) for layer in self._layers]
         return [Occupancy(peaks, schedule, device, plan, sizes) for device, peaks in enumerate(self._peaks)]
+
+
+def _run_in_order(schedule: Schedule, microbatches: int) -> frozenset[int]:
+    """The backward stages of which one device runs all microbatches, in their order."""
+    order: dict[tuple[int, int], list[int]] = {}
+    for device, line in enumerate(schedule.devices):
+        for action in line:
+            if action.kind in ("B", "FB"):
+                order.setdefault((action.stage, device), []).append(action.microbatch)
+    return frozenset(stage for (stage, _), run in order.items() if run == list(range(microbatches)))

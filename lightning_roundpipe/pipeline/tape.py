@@ -70,6 +70,7 @@ class Run:
         "parameters",
         "returned",
         "structure",
+        "used",
     )
 
     def __init__(
@@ -97,6 +98,16 @@ class Run:
         self.norm_statistics: list[NormStatistics] = replica.norm_statistics
         self.parameters = parameters
         """The tensors that it has computed with, on its device."""
+        self.used: set[int] = set()
+        """The inputs with gradients, by number, that the outputs depend on."""
+
+    def let_go(self, differentiable: Sequence[int]) -> None:
+        """Lets go of all but the values: what is on a device must not outlast its stage there."""
+        self.structure.forget()
+        for i in differentiable:
+            self.leaves[i] = self.leaves[i].detach()
+        self.edges = []
+        self.parameters = ()
 
     @property
     def leaves(self) -> list[Any]:
@@ -270,7 +281,18 @@ class Call:
         if self.is_new and mode == Mode.DROP:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
+        self._trace(run)
+        if mode == Mode.DROP and not device.is_host:
+            run.let_go(self.differentiable)
         return run
+
+    def _trace(self, run: Run) -> None:
+        """Finds which outputs may have a gradient, and which inputs they depend on."""
+        unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
+        self.differentiable = [i for i, leaf in enumerate(run.leaves) if i not in unchanged and _has_graph(leaf)]
+        if self.differentiable:
+            reached, calls, run.used = graph_leaves([run.leaves[i] for i in self.differentiable], run.edges)
+            self._find_foreign_parameters(run, reached, calls)
 
     def _note_changed_attributes(self, before: dict[tuple[int, str], list[Any]]) -> None:
         """Finds the lists, dicts and objects in which the call of a new layer has changed something."""
@@ -287,14 +309,10 @@ class Call:
     def link(self, run: Run, owner: "CallOwner", token: Tensor) -> Escaped:
         """Makes the outputs of a run part of the caller's autograd graph."""
         leaves, given = run.leaves, self.arguments.leaves
-        unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
-        self.differentiable = [i for i, leaf in enumerate(leaves) if i not in unchanged and _has_graph(leaf)]
         new = list(leaves)
         if self.differentiable:
-            reached, calls, used = graph_leaves([leaves[i] for i in self.differentiable], run.edges)
-            self._find_foreign_parameters(run, reached, calls)
             # What the outputs do not depend on gets no gradient at all, as without us, rather than zeros.
-            inputs = [given[i] if n in used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
+            inputs = [given[i] if n in run.used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
             outputs = _call_node(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
@@ -418,8 +436,8 @@ class Call:
             defers: Whether those of weights may be left to :meth:`weight_gradients`.
 
         Returns:
-            The gradients of the inputs that require one, and (parameter, gradient) for the parameters. The parameters
-            are the layer's masters.
+            The gradients of the inputs that require one, where those are, and (parameter, gradient) for the parameters.
+            The parameters are the layer's masters, their gradients on the device.
 
         Raises:
             RecomputeError: When the layer did not return the same again.
@@ -501,11 +519,7 @@ class Call:
                 for gradient, place in zip(found[: len(run.edges)], self.input_devices, strict=True)
             ]
             of_masters = found[len(run.edges) : len(run.edges) + len(masters)]
-            return inputs, [
-                (master, device.to_host(gradient))
-                for master, gradient in zip(masters, of_masters, strict=True)
-                if gradient is not None
-            ]
+            return inputs, [(m, g) for m, g in zip(masters, of_masters, strict=True) if g is not None]
 
     def _run_again(self, device: Device) -> Run:
         layer = self.layer
@@ -842,7 +856,7 @@ def refuse_escapes(leaves: Iterable[Tensor], label: str) -> None:
         raise RecomputeError(_escaped(label))
 
     for leaf in leaves:
-        if leaf.requires_grad:
+        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:
             leaf.register_post_accumulate_grad_hook(refuse)
 
 

@@ -27,12 +27,14 @@ class DeferredWeights(TorchFunctionMode):
 
     Linear maps and convolutions by the layer's own weights then give their inputs' gradients only. :meth:`gradients`
     computes those of the weights. Whatever else has parameters is differentiated as a whole.
+
+    Args:
+        parameters: The layer's own, where it runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: Sequence[Tensor] = ()) -> None:
         super().__init__()
-        self.parameters: Sequence[Tensor] = ()
-        """What the layer computes with, where it runs."""
+        self.parameters = parameters
         self._later: list[Callable[[], Found]] = []
         with torch.enable_grad():
             self._token = torch.empty(0, requires_grad=True).clone()

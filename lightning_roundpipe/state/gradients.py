@@ -240,6 +240,8 @@ class BatchGradients:
         self._parts: list[dict[int, dict[int, Tensor]]] = [{} for _ in range(units)]
         self._deposits: list[dict[int, list[_Deposit]]] = [{} for _ in range(units)]
         self._finished: list[set[int]] = [set() for _ in range(units)]
+        self._on_devices: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(units)]
+        """What devices have added up over the microbatches, by the call's place in the step and the parameter."""
         self._next = [0] * units
         self._locks = [threading.Lock() for _ in range(units)]
         self._open_units = units
@@ -258,6 +260,22 @@ class BatchGradients:
         parts[index] = gradient if present is None else add(present.to(parameter.dtype), gradient)
         for deposit in self._deposits[unit].get(microbatch, ()):
             deposit.comes_first |= deposit.index == index
+
+    def add_on_device(self, position: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds a microbatch's gradient to the device's own sum for a call, which comes down once for all microbatches.
+
+        Args:
+            position: The call's place in the step. Its microbatches run on one device, one after the other.
+            parameter: The parameter.
+            gradient: Its gradient, on that device.
+        """
+        unit, index = self._gradients.position[id(parameter)]
+        sums = self._on_devices[unit]
+        present = sums.get((position, index))
+        if present is None:
+            sums[position, index] = gradient
+        else:  # in the master's precision, as autocast's backward does
+            sums[position, index] = present.to(parameter.dtype) + gradient
 
     def deposit(self, microbatch: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
         """Adds a gradient that autograd had ready for ``.grad``: by itself, and not shown to the parameter's hooks
@@ -310,6 +328,9 @@ class BatchGradients:
                 self._next[number] += 1
             if self._next[number] < self._microbatches:
                 return
+            for place in sorted(self._on_devices[number], reverse=True):  # last use first
+                gradient = self._on_devices[number].pop(place)
+                self._fold(sum_, {place[1]: gradient.to(unit.parameters[place[1]].device)})
             if self._rounds:
                 self._gradients.round(unit)
         with monitor.lock:
