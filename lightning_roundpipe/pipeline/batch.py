@@ -69,6 +69,8 @@ class Microbatch:
         self.found: list[tuple[Call, list[tuple[Tensor, Tensor]]]] = []
         """Gradients that wait for those of W actions, so that all are added in order."""
         self.calls_left: dict[Unit, int] = {}
+        self.uses: dict[Unit, int] = {}
+        """How many calls each unit gets gradients from, or -1 where it may get some from elsewhere."""
         self.units_counted: dict[Call, list[Unit]] = {}
         """Which units each call counts for: a layer may be found to use more of them by another microbatch."""
         self.units_left: set[Unit] = set()

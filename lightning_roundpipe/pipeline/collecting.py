@@ -64,6 +64,7 @@ class Collector:
             late |= set(units)
         for unit in late:
             left[unit] = -1  # finished at the very end
+        microbatch.uses = dict(left)
         for unit in units:
             if unit not in left:
                 self._finish(microbatch, unit)
@@ -72,7 +73,11 @@ class Collector:
         self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
         """Adds gradients that are on a device to its sums, where one device has all microbatches of the stage, in their
-        order. They come down once, when the unit is complete. Returns the others, in host memory."""
+        order, and nothing else comes before or between. They come down once, when the unit is complete.
+
+        Returns:
+            The others, in host memory.
+        """
         batch, plan = microbatch.batch, microbatch.batch.plan
         summed = (
             plan is not None
@@ -80,12 +85,14 @@ class Collector:
             and plan.backward_stage[call.position] == microbatch.stage
             and microbatch.stage in batch.summed_on_device
             and isinstance(batch.gradients, BatchGradients)
+            and batch.gradients.begins_window
             and not batch.deferring
         )
         others: list[tuple[Tensor, Tensor]] = []
         for parameter, gradient in found:
+            alone = microbatch.uses.get(self._store.unit_of(parameter)) == 1  # type: ignore[arg-type]
             # Hooks are to see each microbatch's gradient.
-            if summed and gradient.layout == torch.strided and not parameter._backward_hooks:
+            if summed and alone and gradient.layout == torch.strided and not parameter._backward_hooks:
                 if id(parameter) not in microbatch.frozen:
                     batch.gradients.add_on_device(call.position, parameter, gradient)  # type: ignore[union-attr, arg-type]
             else:

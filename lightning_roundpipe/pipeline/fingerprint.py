@@ -24,7 +24,7 @@ class Fingerprint:
         kind = (tensor.shape, tensor.dtype)
         if tensor.layout != torch.strided or tensor.numel() == 0:
             return cls(kind, 0, (), 0.0)
-        flat = tensor.detach().contiguous().reshape(-1)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)  # what follows takes many times the tensor's memory
         data = flat.view(torch.uint8).to(torch.int64)
         places = torch.arange(1, data.numel() + 1, device=data.device)
         bits = int((data * places.mul_(0x9E3779B97F4A7C1)).sum())

@@ -395,7 +395,8 @@ class Call:
             kept = device.keep_input(detached, copy=copy)
             self._saved.append(kept)
             if not leaf.is_inference() and (self.is_new or kept is detached):
-                self._versions.append((i, detached, leaf._version))
+                counter = detached if device.is_host else _version_of(detached)
+                self._versions.append((i, counter, leaf._version))
 
     def _check_inputs_after_run(self) -> None:
         for i, tensor, version in self._versions:
@@ -526,6 +527,7 @@ class Call:
         for i, tensor, version in self._versions:
             if tensor._version != version:
                 self._found_input_change(i, "an argument was changed in place after the call")
+        self._versions = []  # which hold the arguments
         buffers = self._buffers
         unchanged = not self.has_state or layer.state_versions(self.state, self._norms_aside) == self._state_versions
         if buffers is None:

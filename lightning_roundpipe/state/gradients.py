@@ -147,6 +147,8 @@ class Gradients:
             id(parameter): (unit.index, i) for unit in store.units for i, parameter in enumerate(unit.parameters)
         }
         self._batches = 0
+        self._steps = 0
+        """Number of optimizer steps when the last batch began."""
 
     def begin_batch(self, microbatches: int, *, rounds: bool = False) -> "BatchGradients":
         """
@@ -156,7 +158,9 @@ class Gradients:
                 optimizer step follows at once.
         """
         batch = BatchGradients(self, self._batches, microbatches, rounds)
+        batch.begins_window = self._batches == 0 or self._steps != self.store.enqueued
         self._batches += 1
+        self._steps = self.store.enqueued
         return batch
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
@@ -228,7 +232,10 @@ class BatchGradients:
 
     Attributes:
         number: Number of the batch.
+        begins_window: Whether it is the first since the last optimizer step.
     """
+
+    begins_window = False
 
     def __init__(self, gradients: Gradients, index: int, microbatches: int, rounds: bool) -> None:
         self._gradients = gradients
