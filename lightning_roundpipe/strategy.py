@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -142,6 +142,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
+        if devices is not None and compile is not False:
+            raise ValueError("`compile` is not possible with simulated `devices`.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._communicates = False
         """Whether training_step talks to other processes."""
@@ -292,6 +294,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         trainer = self._trainer
         assert module is not None and trainer is not None
         self._check_optimizers(module)
+        if self.devices is not None and isinstance(self.precision_plugin, MixedPrecision):
+            raise MisconfigurationException(
+                "Autocast is not simulated: layers would run in full precision on simulated devices. Use"
+                " Trainer(precision='32-true'), or virtual CPU devices."
+            )
         if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
             raise MisconfigurationException(
                 f"{type(module).__name__} has lazy layers whose parameters have no shape yet. Call the model once on an"
@@ -344,9 +351,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
+        kind = "virtual CPU" if self.devices is None else "simulated"
+        cores = f" of {threads} core{'s' if threads > 1 else ''} each" if self.devices is None else ""
         rank_zero_info(
-            f"roundpipe: {count} virtual CPU device{'s' if count > 1 else ''} of {threads} core"
-            f"{'s' if threads > 1 else ''} each, {len(pipeline.layers)} layers, staleness {self.staleness}"
+            f"roundpipe: {count} {kind} device{'s' if count > 1 else ''}{cores}, {len(pipeline.layers)} layers,"
+            f" staleness {self.staleness}"
         )
         return pipeline
 

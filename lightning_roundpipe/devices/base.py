@@ -44,6 +44,9 @@ class Device(ABC):
     shares_host_generator: bool
     """Whether layers draw from the process's own generator here, which user code draws from, too."""
 
+    is_host = False
+    """Whether its memory is the host's."""
+
     def __init__(self) -> None:
         self.traffic = Traffic()
 
@@ -86,8 +89,3 @@ class Device(ABC):
     @abstractmethod
     def seed(self, seed: int) -> None:
         """Seeds its own generator."""
-
-    @property
-    def is_host(self) -> bool:
-        """Whether its memory is the host's."""
-        return self.torch_device.type == "cpu"

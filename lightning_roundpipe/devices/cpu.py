@@ -15,6 +15,7 @@ class CpuDevice(Device):
     """Runs its calls on ``threads`` cores, reading the host's parameters where they lie."""
 
     shares_host_generator = True
+    is_host = True
 
     def __init__(self, index: int, threads: int) -> None:
         super().__init__()

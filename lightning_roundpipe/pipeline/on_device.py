@@ -29,6 +29,17 @@ class OnDevice:
         copies: What stands for attributes, all tensors among them on the device.
     """
 
+    __slots__ = (
+        "_buffers_before",
+        "_changing",
+        "_device",
+        "_host_buffers",
+        "_of_host",
+        "buffers",
+        "copies",
+        "parameters",
+    )
+
     def __init__(
         self,
         device: Device,
@@ -40,13 +51,13 @@ class OnDevice:
         self.parameters: Sequence[Tensor] = parameters
         self.buffers = buffers
         self.copies = copies
+        self._device = device
+        if device.is_host:
+            return
         self._changing: list[tuple[Tensor, Tensor, int]] = []
         """Host tensors, what stands for them on the device, and its version."""
         self._of_host: dict[int, Tensor] = {}
         self._host_buffers = buffers
-        self._device = device
-        if device.is_host:
-            return
         self.parameters = device.upload(parameters)
         self._changing += [(x, y, y._version) for x, y in zip(parameters, self.parameters, strict=True)]
         self.buffers = [
@@ -64,14 +75,16 @@ class OnDevice:
                 self._changing.append((tensor, there, there._version))
         return self._of_host[id(tensor)]
 
-    @torch.no_grad()
     def write_back(self) -> None:
         """After the first run: does to the layer's own tensors what the run has done to these."""
+        if not self._device.is_host:
+            self._write_back()
+
+    @torch.no_grad()
+    def _write_back(self) -> None:
         for own, there, version in self._changing:
             if there._version != version:
                 own.copy_(there)
-        if self.buffers is self._host_buffers:
-            return
         for own_items, items, before in zip(self._host_buffers, self.buffers, self._buffers_before, strict=True):
             for name in {**before, **items}:
                 now = items.get(name)

@@ -480,7 +480,7 @@ class Call:
             output = run.leaves[i]
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
-                seeds.append(gradient.to(output.device))
+                seeds.append(gradient if device.is_host else gradient.to(output.device))
         targets: list[Any] = list(run.edges)
         masters: list[Tensor] = []
         if parameters:
@@ -516,7 +516,7 @@ class Call:
                     )
                 raise
             inputs = [
-                gradient if gradient is None else gradient.to(place)
+                gradient if gradient is None or device.is_host else gradient.to(place)
                 for gradient, place in zip(found[: len(run.edges)], self.input_devices, strict=True)
             ]
             of_masters = found[len(run.edges) : len(run.edges) + len(masters)]
