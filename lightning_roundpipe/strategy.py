@@ -352,9 +352,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
         kind = "virtual CPU" if self.devices is None else "simulated"
-        cores = f" of {threads} core{'s' if threads > 1 else ''} each" if self.devices is None else ""
+        share = f" of {threads} core{'s' if threads > 1 else ''} each" if self.devices is None else ""
         rank_zero_info(
-            f"roundpipe: {count} {kind} device{'s' if count > 1 else ''}{cores}, {len(pipeline.layers)} layers,"
+            f"roundpipe: {count} {kind} device{'s' if count > 1 else ''}{share}, {len(pipeline.layers)} layers,"
             f" staleness {self.staleness}"
         )
         return pipeline
