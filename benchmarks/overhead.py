@@ -1,6 +1,6 @@
 """What the pipeline itself costs: one virtual device against a loop written by hand, with the same microbatches.
 
-    python benchmarks/overhead.py [--rounds 5] [--steps 8]
+    python benchmarks/overhead.py [--rounds 3] [--steps 6]
 
 The loop adds up the gradients of the microbatches and steps. Both have one thread for their computation; ours goes
 through Lightning's own loop. They are compared with everything recomputed (the loop's blocks under
@@ -54,7 +54,7 @@ def ours(module: GPT, batch: torch.Tensor, microbatches: int, steps: int, recomp
     return statistics.median(batches.seconds())
 
 
-def measure(rounds: int = 5, steps: int = 8, microbatches: int = 2, samples: int = 4) -> list[Row]:
+def measure(rounds: int = 3, steps: int = 6, microbatches: int = 2, samples: int = 4) -> list[Row]:
     torch.set_num_threads(1)
     rows = []
     for layers, width, tokens, target in MODELS:
@@ -91,8 +91,8 @@ def measure(rounds: int = 5, steps: int = 8, microbatches: int = 2, samples: int
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     quiet()
     show("Overhead on one virtual device", measure(options.rounds, options.steps), "overhead.json")
