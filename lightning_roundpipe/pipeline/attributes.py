@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
@@ -290,6 +291,7 @@ class ModuleAttributes:
         for module in microbatch.calls[-1].layer.modules if microbatch.calls else ():
             accesses.touch(id(module))  # by the layer that runs, or by what takes its outputs to where they belong
 
+    @torch.compiler.disable  # the access may be one of a compiled function, into which dynamo looks
     def _look_first(self, microbatch: Microbatch, number: int) -> None:
         """Before a module's first access in a stretch of code: what has changed on it was changed by another way."""
         if microbatch.looks is not None and number in self._modules:
