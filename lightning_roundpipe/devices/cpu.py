@@ -24,7 +24,7 @@ class CpuDevice(Device):
         self._threads = threads
 
     def begin_stage(self, stage: Hashable) -> None:
-        pass
+        """Nothing: parameters are in place."""
 
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return list(parameters)
@@ -51,10 +51,10 @@ class CpuDevice(Device):
         return None
 
     def set_random_state(self, state: Tensor | None) -> None:
-        pass
+        """Nothing: there is no generator but the host's."""
 
     def seed(self, seed: int) -> None:
-        pass
+        """Nothing, likewise."""
 
 
 def copy_with_strides(tensor: Tensor) -> Tensor:

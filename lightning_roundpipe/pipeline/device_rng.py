@@ -6,12 +6,11 @@ microbatches each has a sequence of its own; a single one goes on where the last
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.batch import Microbatch
-from lightning_roundpipe.pipeline.rng import derive_seed
+from lightning_roundpipe.pipeline.rng import derive_seed, same_state
 
 
 class DeviceGenerators:
@@ -45,7 +44,7 @@ class DeviceGenerators:
         if now is None:
             return
         left = self._left.get(microbatch.device)
-        if left is not None and batch.microbatches > 1 and not torch.equal(now, left):
+        if left is not None and batch.microbatches > 1 and not same_state(now, left):
             raise RuntimeError(
                 f"A layer drew random numbers on {device.name} that it did not draw in the first batch, so they cannot"
                 " be repeated in the recompute: it is one of those running at this moment. Let it draw from the first"

@@ -115,16 +115,23 @@ set_elsewhere: set[int] = set()
 """Modules, by id, on which something was set outside of any microbatch's forward."""
 
 
+def _change_of(module: object) -> tuple[Accesses, int] | None:
+    """Before an attribute is set or deleted: by whom, if by a microbatch's forward, and on which module, by id."""
+    accesses: Accesses | None = getattr(_watch, "accesses", None)
+    if accesses is None:
+        set_elsewhere.add(id(module))
+        return None
+    number = accesses.stands_for.get(id(module), id(module))
+    accesses.touch(number)
+    return accesses, number
+
+
 class _TellsOfWrites(_StandsIn):
     """Tells what was set, and costs nothing where it is read."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        accesses: Accesses | None = getattr(_watch, "accesses", None)
-        if accesses is None:
-            set_elsewhere.add(id(self))
-        else:
-            number = accesses.stands_for.get(id(self), id(self))
-            accesses.touch(number)
+        if (change := _change_of(self)) is not None:
+            accesses, number = change
             # What a microbatch sets is its own, but for buffers.
             if name not in object.__getattribute__(self, "__dict__").get("_buffers", ()):
                 accesses.written.add((number, name))
@@ -132,12 +139,8 @@ class _TellsOfWrites(_StandsIn):
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
-        accesses: Accesses | None = getattr(_watch, "accesses", None)
-        if accesses is None:
-            set_elsewhere.add(id(self))
-        else:
-            number = accesses.stands_for.get(id(self), id(self))
-            accesses.touch(number)
+        if (change := _change_of(self)) is not None:
+            accesses, number = change
             accesses.written.add((number, name))
         super().__delattr__(name)
 
