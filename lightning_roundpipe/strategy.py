@@ -281,7 +281,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _make_devices(self, count: int, threads: int) -> list[Device]:
         if self.devices is None:
             return [CpuDevice(index, threads) for index in range(count)]
-        return [AcceleratorDevice(device) for device in self.devices]
+        peers: dict[torch.device, AcceleratorDevice] = {}
+        return [AcceleratorDevice(device, peers) for device in self.devices]
 
     def _at_root(self, tree: Any) -> Any:
         """What a microbatch hands out, where the trainer's tensors are."""
@@ -336,6 +337,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             pipeline.unit_order(),
             1,
             partial(self._average, pipeline),
+            pipeline.devices[0].in_thread,
         )
         self._worker.skip_to(pipeline.store.enqueued)
         self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)

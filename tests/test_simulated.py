@@ -291,6 +291,14 @@ def test_changes_of_shape_and_memory(here: torch.device) -> None:
     assert parameter.data_ptr() == parameter.detach().view(3, 1).data_ptr() != y.data_ptr()
 
 
+def test_changes_of_several_tensors_count(here: torch.device) -> None:
+    for place in (torch.device("cpu"), here):
+        x = [torch.ones(2, device=place) for _ in range(2)]
+        torch._foreach_mul_(x, 2)
+        torch._foreach_lerp_(x, [torch.zeros(2, device=place)] * 2, 0.5)
+        assert [tensor._version for tensor in x] == [2, 2] and x[1].tolist() == [1, 1]
+
+
 def test_sparse_gradients(here: torch.device) -> None:
     results = []
     for place in (torch.device("cpu"), here):

@@ -1,14 +1,26 @@
-"""A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up."""
+"""A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up.
 
-from collections.abc import Hashable, Sequence
-from contextlib import AbstractContextManager
+The host only hands out work, to four streams of the device: one computes, one brings parameters up, one brings inputs
+up (which so need not queue behind a stage's parameters), one brings things down. Who needs what another stream makes,
+or the memory that it uses, waits for an event of that stream, never for the device:
+
+- computing waits for what it takes to be up, and what is brought down to be computed;
+- parameters have two slots. The next stage's come up while one computes: the host is at most two stages ahead. A slot
+  is used again when the calls of its stage are done;
+- an input's memory, up or on its way down, is used again when the call after its own begins;
+- gradients of a stage are computed when those of the stage before are down;
+- what comes down has an event that the host waits for before it reads it (:func:`arrived`).
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.base import Device
+from lightning_roundpipe.devices.base import Device, Event, Hardware, Stream
 from lightning_roundpipe.devices.cpu import copy_with_strides
-from lightning_roundpipe.devices.simulated import SimulatedDevice, simulating
 
 _HOST = torch.device("cpu")
 
@@ -18,47 +30,151 @@ class AcceleratorDevice(Device):
 
     Args:
         hardware: The accelerator.
+        peers: All devices of the pipeline, by where their tensors are. This one joins them.
     """
 
     shares_host_generator = True
 
-    def __init__(self, hardware: SimulatedDevice) -> None:
+    def __init__(self, hardware: Hardware, peers: "dict[torch.device, AcceleratorDevice]") -> None:
         super().__init__()
         self.hardware = hardware
         self.name = hardware.name
         self.torch_device = hardware.torch_device
+        self._peers = peers
+        peers[self.torch_device] = self
+        self._compute: Stream = hardware.stream("the compute stream")
+        self._parameters: Stream = hardware.stream("the parameters' upload stream")
+        self._inputs: Stream = hardware.stream("the inputs' upload stream")
+        self._downloads: Stream = hardware.stream("the download stream")
+        now: Event = self._compute.record_event()
         self._stage: Hashable = None
-        self._resident: dict[int, tuple[Tensor, Tensor]] = {}
-        """The stage's parameters, by id, and what stands for them here."""
+        self._slots: list[dict[int, tuple[Tensor, Tensor]]] = [{}, {}]
+        """For each of the last two stages its parameters, by id, and what stands for them here."""
+        self._stages_begun: list[Event] = [now, now]
+        """When the last two stages began, and so those before them were done."""
+        self._calls_begun: tuple[Event, Event] = now, now
+        """Likewise for the last call: of computing, and of bringing down."""
+        self._uploaded: Event = now
+        self._gradients_down: Event = now
+        self._gradients_before: Event = now
+        """The last gradients of earlier stages."""
 
-    def begin_stage(self, stage: Hashable) -> None:
+    # -- order -----------------------------------------------------------------------------------------------------
+
+    def begin_call(self, stage: Hashable) -> None:
+        for event in self._calls_begun:  # nothing of the call before the last is in use any more
+            self._compute.wait_event(event)
+            self._inputs.wait_event(event)
+        self._calls_begun = self._compute.record_event(), self._downloads.record_event()
         if stage != self._stage:
-            self._stage, self._resident = stage, {}
+            self._stage = stage
+            self._begin_stage()
+
+    def _begin_stage(self) -> None:
+        before, last = self._stages_begun
+        before.synchronize()  # the host is at most two stages ahead
+        self._free_slot(last)
+        self._stages_begun = [last, self._compute.record_event()]
+        self._gradients_before = self._gradients_down
+
+    def _free_slot(self, done: Event) -> None:
+        """The older slot is for the new stage."""
+        self._parameters.wait_event(done)
+        self._slots = [self._slots[1], {}]
+
+    def begin_gradients(self) -> None:
+        self._compute.wait_event(self._gradients_before)
+
+    def outlasting(self, tensors: Iterable[Any]) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and tensor.device == self.torch_device:
+                _used_by(self._compute, tensor)
+
+    def settle(self) -> None:
+        for stream in (self._parameters, self._inputs, self._downloads):
+            stream.record_event().synchronize()
+
+    # -- up --------------------------------------------------------------------------------------------------------
 
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        resident = self._resident
-        for parameter in parameters:
-            if id(parameter) not in resident:
-                there = moved(parameter.detach(), self.torch_device)
-                resident[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
-        return [resident[id(parameter)][1] for parameter in parameters]
+        slot = self._slots[1]
+        missing = [parameter for parameter in parameters if id(parameter) not in slot]
+        if missing:
+            with self.hardware.on(self._parameters):
+                for parameter in missing:
+                    there = moved(parameter.detach(), self.torch_device)
+                    slot[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
+            self._uploaded = self._parameters.record_event()
+            self._wait_for_upload(self._uploaded)
+        return [slot[id(parameter)][1] for parameter in parameters]
+
+    @property
+    def uploaded(self) -> Event:
+        return self._uploaded
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.torch_device else moved(tensor.detach(), self.torch_device)
+        if tensor.device == self.torch_device:
+            return tensor
+        if (peer := self._peers.get(tensor.device)) is not None:
+            tensor = peer._bring_down(tensor)
+        if (event := _arrival(tensor)) is not None:
+            self._inputs.wait_event(event)
+        with self.hardware.on(self._inputs):  # what is the user's own may be written to at any time
+            there = moved(tensor.detach(), self.torch_device, staged=event is None)
+        _used_by(self._compute, there)
+        self._wait_for_upload(self._inputs.record_event())
+        return there
+
+    def _wait_for_upload(self, event: Event) -> None:
+        self._compute.wait_event(event)
+
+    def send(self, tensor: Tensor, place: torch.device) -> Tensor:
+        peer = self._peers.get(place)
+        return self.to_host(tensor).to(place) if peer is None else peer.to_device(tensor)
+
+    # -- down ------------------------------------------------------------------------------------------------------
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == _HOST else moved(tensor.detach(), _HOST)
+        if tensor.device == _HOST:
+            return tensor
+        peer = self._peers.get(tensor.device)
+        return tensor.detach().to(_HOST) if peer is None else arrived(peer._bring_down(tensor))
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
-        if tensor.device != _HOST:
-            return self.to_host(tensor)
+        if (peer := self._peers.get(tensor.device)) is not None:
+            return peer._bring_down(tensor)
+        tensor = arrived(self.to_host(tensor))
         return copy_with_strides(tensor) if copy else tensor
 
-    def running(self) -> AbstractContextManager[None]:
-        return simulating()
+    def _bring_down(self, tensor: Tensor) -> Tensor:
+        """A copy in host memory, which is there after an event; see :func:`arrived`."""
+        self._downloads.wait_event(self._compute.record_event())
+        with self.hardware.on(self._downloads):
+            copy = moved(tensor.detach(), _HOST)
+        _used_by(self._downloads, tensor)
+        copy.arrival = self._downloads.record_event()  # type: ignore[attr-defined]
+        return copy
 
-    def in_thread(self) -> AbstractContextManager[None]:
-        return simulating()
+    def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
+        self._downloads.wait_event(self._compute.record_event())
+        with self.hardware.on(self._downloads):
+            memory.copy_(gradient, non_blocking=True)
+        _used_by(self._downloads, gradient)
+        self._gradients_down = self._downloads.record_event()
+        return self._gradients_down
+
+    # -- threads and random numbers --------------------------------------------------------------------------------
+
+    def running(self) -> AbstractContextManager[Any]:
+        return self.hardware.on(self._compute)
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(self.hardware.in_thread())
+            for peer in self._peers.values():
+                stack.enter_context(peer.running())
+            yield
 
     def random_state(self) -> Tensor | None:
         return self.hardware.generator.get_state()
@@ -71,8 +187,32 @@ class AcceleratorDevice(Device):
         self.hardware.generator.manual_seed(seed)
 
 
-def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on another device with the same strides: what looks at a tensor's layout must see the same there."""
+def arrived(tensor: Tensor) -> Tensor:
+    """The same tensor in host memory, after the host has waited for it to come down, if it has to."""
+    if (event := _arrival(tensor)) is not None:
+        event.synchronize()
+        del tensor.arrival  # type: ignore[attr-defined]
+    return tensor
+
+
+def _arrival(tensor: Tensor) -> Event | None:
+    return getattr(tensor, "arrival", None)
+
+
+def _used_by(stream: Any, tensor: Tensor) -> None:
+    """Its memory is not used for anything else before the stream has done with it."""
+    if tensor.layout == torch.strided:  # others are copied while the host waits
+        tensor.record_stream(stream)
+
+
+def moved(tensor: Tensor, device: torch.device, *, staged: bool = False) -> Tensor:
+    """A copy on another device with the same strides: what looks at a tensor's layout must see the same there.
+
+    Args:
+        tensor: What is copied. The host does not wait for it, unless it has to make strides with gaps.
+        device: Where to.
+        staged: Whether it may be written to before it has been copied.
+    """
     if tensor.layout != torch.strided or tensor.is_quantized:
         return tensor.to(device)
     repeated = [dim for dim in range(tensor.dim()) if tensor.stride(dim) == 0 and tensor.size(dim) > 1]
@@ -80,8 +220,13 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
         once = tensor
         for dim in repeated:
             once = once.narrow(dim, 0, 1)
-        return moved(once, device).expand(tensor.size())
-    copy = tensor.to(device)
+        return moved(once, device, staged=staged).expand(tensor.size())
+    source = tensor
+    if staged and tensor.device == _HOST:
+        source = (tensor.clone() if tensor.is_pinned() else tensor).pin_memory()
+    copy = source.to(device, non_blocking=True)
     if copy.stride() == tensor.stride() or tensor.numel() == 0:
         return copy
+    if device == _HOST:
+        copy = tensor.to(device)
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(copy)

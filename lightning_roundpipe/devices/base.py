@@ -1,9 +1,10 @@
 """What the pipeline asks of a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +34,40 @@ class Traffic:
         return self.gradients_down + self.activations_down
 
 
+class Event(Protocol):
+    """A mark in the work that a device was given: ``torch.Event``, or a simulated device's."""
+
+    def synchronize(self) -> None:
+        """The host waits until the work before it is done."""
+
+
+class Stream(Protocol):
+    """Work of a device that is done in its order: ``torch.Stream``, or a simulated device's."""
+
+    def record_event(self) -> Any:
+        """An event after all that it was given so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """What it is given from now on comes after the event. The host does not wait."""
+
+
+class Hardware(Protocol):
+    """An accelerator."""
+
+    name: str
+    torch_device: torch.device
+    generator: torch.Generator
+
+    def stream(self, name: str) -> Any:
+        """A new stream."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Within it, this thread's work on the device goes to a stream. May be entered again."""
+
+    def in_thread(self) -> AbstractContextManager[Any]:
+        """Around what a thread does with tensors on such devices."""
+
+
 class Device(ABC):
     """A stateless worker: parameters come up for a stage, are used by its calls, and are dropped.
 
@@ -51,12 +86,30 @@ class Device(ABC):
         self.traffic = Traffic()
 
     @abstractmethod
-    def begin_stage(self, stage: Hashable) -> None:
-        """Parameters that are uploaded from now on stay until another stage begins."""
+    def begin_call(self, stage: Hashable) -> None:
+        """A call's first run, or its backward, begins. Parameters that are uploaded from now on stay until calls of
+        another stage begin."""
+
+    @abstractmethod
+    def begin_gradients(self) -> None:
+        """A call's gradients are computed from now on."""
+
+    @abstractmethod
+    def outlasting(self, tensors: Iterable[Any]) -> None:
+        """Of a call: they may be used when its stage is over, and be what was brought up for it, or parts of that."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """The host waits until nothing reads or writes its memory any more."""
 
     @abstractmethod
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parameters of a layer, on this device, as leaves that autograd can take gradients of."""
+
+    @property
+    @abstractmethod
+    def uploaded(self) -> Event | None:
+        """When the last of these has been read, if that is later than now."""
 
     @abstractmethod
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -67,15 +120,23 @@ class Device(ABC):
         """A gradient or a result, in host memory."""
 
     @abstractmethod
+    def send(self, tensor: Tensor, place: torch.device) -> Tensor:
+        """The gradient of an activation that came from another place, there."""
+
+    @abstractmethod
+    def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
+        """Copies a gradient of this device into host memory, where it is after the event."""
+
+    @abstractmethod
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         """A call's input, kept in host memory for the recompute; a true copy where asked for."""
 
     @abstractmethod
-    def running(self) -> AbstractContextManager[None]:
+    def running(self) -> AbstractContextManager[Any]:
         """Around everything that runs on the device."""
 
     @abstractmethod
-    def in_thread(self) -> AbstractContextManager[None]:
+    def in_thread(self) -> AbstractContextManager[Any]:
         """Around everything that a thread does with tensors that may be on devices of this kind."""
 
     @abstractmethod

@@ -1,12 +1,13 @@
 """A virtual device: a share of the CPU's cores. Parameters and activations are in place already."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.base import Device
+from lightning_roundpipe.devices.base import Device, Event
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -23,17 +24,36 @@ class CpuDevice(Device):
         self.torch_device = torch.device("cpu")
         self._threads = threads
 
-    def begin_stage(self, stage: Hashable) -> None:
+    def begin_call(self, stage: Hashable) -> None:
         """Nothing: parameters are in place."""
+
+    def begin_gradients(self) -> None:
+        """Nothing."""
+
+    def outlasting(self, tensors: Iterable[Any]) -> None:
+        """Nothing."""
+
+    def settle(self) -> None:
+        """Nothing: what is done is done."""
 
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return list(parameters)
+
+    @property
+    def uploaded(self) -> None:
+        return None
 
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def to_host(self, tensor: Tensor) -> Tensor:
         return tensor
+
+    def send(self, tensor: Tensor, place: torch.device) -> Tensor:
+        return tensor
+
+    def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
+        raise NotImplementedError("gradients of a virtual device are in host memory")
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         return copy_with_strides(tensor) if copy else tensor

@@ -15,7 +15,7 @@ but where torch itself goes another way on the CPU: in attention, unless its "ma
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 import numpy
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -89,6 +90,14 @@ class SimulatedDevice:
     def stream(self, name: str = "a stream") -> SimulatedStream:
         """A new stream."""
         return SimulatedStream(self.name, name)
+
+    def on(self, stream: SimulatedStream) -> AbstractContextManager[Any]:
+        """Within it, this thread's operations go to a stream."""
+        return stream
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Around what a thread does with its tensors."""
+        return simulating()
 
     @property
     def current_stream(self) -> SimulatedStream:
@@ -291,6 +300,13 @@ _DRAW_NOTHING = {_aten._fused_sdp_choice.default}
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    result = _run_where_it_belongs(func, args, kwargs)
+    if func._schema.name.startswith("aten::_foreach_") and func._schema.name.endswith("_"):
+        increment_version(args[0])  # which torch leaves to the kernel that no mode has seen
+    return result
+
+
+def _run_where_it_belongs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     on_devices = list(_tensors((*args, *kwargs.values()), SimulatedTensor))
     target = kwargs.get("device")
     goes_to_device = target is not None and _is_simulated(torch.device(target))
@@ -513,7 +529,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy of a host tensor in memory that counts as pinned."""
-    copy = tensor.clone()
+    copy = _placed_like(tensor, tensor.clone())
     _pinned[copy.untyped_storage()._cdata] = copy.untyped_storage()
     return copy
 
@@ -540,8 +556,15 @@ class _HostMemory:
         self.storage = storage  # so that nobody else gets its place
         self.uses = Uses()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the host knows that no stream is at work with it any more."""
+        return all(stream.has_done(number) for stream, number in self.uses.moments())
+
 
 _host_uses: dict[int, _HostMemory] = {}
+_host_uses_lock = threading.Lock()
+_MANY = 64
 _pinned: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
 
@@ -550,12 +573,22 @@ def _use_host_memory(tensor: Tensor, blocking: bool) -> Uses:
     if tensor.layout != torch.strided:
         return Uses()
     storage = tensor.untyped_storage()
-    found = _host_uses.get(storage._cdata)
-    if found is None:
-        found = _HostMemory(storage)
-        if not blocking:
-            _host_uses[storage._cdata] = found
+    with _host_uses_lock:
+        found = _host_uses.get(storage._cdata)
+        if found is None:
+            found = _HostMemory(storage)
+            if not blocking:
+                if len(_host_uses) % _MANY == 0:
+                    _forget_host_uses()
+                _host_uses[storage._cdata] = found
     return found.uses
+
+
+def _forget_host_uses() -> None:
+    """Lets go of the memory that no stream is at work with any more."""
+    for key, memory in list(_host_uses.items()):
+        if memory.is_done:
+            del _host_uses[key]
 
 
 def _check_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -580,8 +613,9 @@ def _check_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             found.uses.write(None, func)
         else:
             found.uses.read(None, func)
-        if all(stream.has_done(number) for stream, number in found.uses.moments()):
-            _host_uses.pop(key, None)
+        with _host_uses_lock:
+            if found.is_done:
+                _host_uses.pop(key, None)
 
 
 # --- random numbers

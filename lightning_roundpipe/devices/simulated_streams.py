@@ -4,7 +4,6 @@ Work is done at once, so nothing is ever too late. What is checked is whether a 
 have been told to wait: each stream knows how far the others were when it last waited for them, and so does the host.
 """
 
-import itertools
 import threading
 from typing import Any
 
@@ -26,6 +25,7 @@ class SimulatedStream:
         name: Names the stream in errors.
 
     Attributes:
+        issued: Number of the last piece of work that it was given.
         seconds: When its work so far is done, by the modelled durations of copies.
     """
 
@@ -34,15 +34,15 @@ class SimulatedStream:
         self.name = f"{name} of {device}"
         self.issued = 0
         self.seconds = 0.0
-        self._numbers = itertools.count(1)
         self._completed = 0
         self._known: dict[SimulatedStream, int] = {}
-        self._before: list[SimulatedStream | None] = []
+        self._issuing = threading.Lock()
 
     def issue(self) -> int:
         """Gives it a piece of work. Returns that one's number."""
-        self.issued = next(self._numbers)
-        return self.issued
+        with self._issuing:
+            self.issued += 1
+            return self.issued
 
     def follows(self, moment: Moment) -> bool:
         """Whether what it is given from now on comes after some work."""
@@ -72,17 +72,11 @@ class SimulatedStream:
         self.record_event().synchronize()
 
     def __enter__(self) -> "SimulatedStream":
-        current = _streams()
-        self._before.append(current.get(self.device))
-        current[self.device] = self
+        _chosen(self.device).append(self)
         return self
 
     def __exit__(self, *exc: object) -> None:
-        before = self._before.pop()
-        if before is None:
-            del _streams()[self.device]
-        else:
-            _streams()[self.device] = before
+        _chosen(self.device).pop()
 
     def __repr__(self) -> str:
         return f"<{self.name}>"
@@ -115,14 +109,16 @@ class SimulatedEvent:
 
 def current_stream(device: str) -> SimulatedStream | None:
     """The stream that this thread has chosen for a device, if any."""
-    return _streams().get(device)
+    chosen = _chosen(device)
+    return chosen[-1] if chosen else None
 
 
-def _streams() -> dict[str, SimulatedStream]:
-    found: dict[str, SimulatedStream] | None = getattr(_current, "streams", None)
+def _chosen(device: str) -> list[SimulatedStream]:
+    """Those of a device that this thread has entered and not left."""
+    found: dict[str, list[SimulatedStream]] | None = getattr(_current, "streams", None)
     if found is None:
         found = _current.streams = {}
-    return found
+    return found.setdefault(device, [])
 
 
 class Uses:
@@ -159,7 +155,7 @@ class Uses:
                 f"{what} writes, on {_name(stream)}, to memory that {self.written[0].name} may not have written yet."
                 f" Record an event there after the writing, and let {_name(stream)} wait for it before."
             )
-        for reader, number in self.reads.items():
+        for reader, number in list(self.reads.items()):
             if not _comes_after(stream, (reader, number)):
                 raise StreamOrderError(
                     f"{what} overwrites, on {_name(stream)}, what {reader.name} may still read. Record an event there"

@@ -93,13 +93,14 @@ class LayerCalls(CallOwner):
             microbatch.where = f"{call.label}; device {device.name}"
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
-            device.begin_stage(_stage(microbatch, number))
+            device.begin_call(_stage(microbatch, number))
             versions = [leaf._version for leaf in leaves]
             run_mode = _mode(microbatch, call, grad)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
             in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)
             run = self._executor.forward(microbatch, call, run_mode, number)
+            store.note_upload(layer, device)
             if ordered:
                 batch.leave_layer(layer.index)
             if layer.traits.writes_state and not in_turn:
@@ -111,7 +112,8 @@ class LayerCalls(CallOwner):
                 )
             read, microbatch.accesses.last_read = microbatch.accesses.last_read, {}
             place = self._handover.request()
-            self._turns.leave_forward(microbatch, call)
+            if device.is_host:
+                self._turns.leave_forward(microbatch, call)
             self._handover.take(microbatch, place)
             microbatch.where = ""
             for parameter, leaf, version in zip(layer.parameters, leaves, versions, strict=True):
@@ -186,17 +188,19 @@ class LayerCalls(CallOwner):
             self._turns.enter_backward(microbatch, call)
             device = self._devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
-            device.begin_stage(_stage(microbatch, id(call)))
+            device.begin_call(_stage(microbatch, id(call)))
             count_backward(device, microbatch, call)
             defers = (microbatch.stage, microbatch.index) in microbatch.batch.deferring
             defers = defers and self._turns.has_turn_of(microbatch, call)
             inputs, found = self._executor.backward(microbatch, call, gradients, parameters=parameters, defers=defers)
             count_gradients(device, microbatch, found)
+            self._store.note_upload(call.layer, device)
             if not device.is_host:
-                found = self._collector.keep_on_device(microbatch, call, found)
+                found = self._collector.keep_on_device(microbatch, device, call, found)
             self._collector.take(microbatch, call, found)
             place = self._handover.request()
-            self._turns.leave_backward(microbatch, call)
+            if device.is_host:
+                self._turns.leave_backward(microbatch, call)
             self._handover.take(microbatch, place)
             microbatch.where = ""
         return inputs

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.replica import Layer
@@ -70,7 +71,7 @@ class Collector:
                 self._finish(microbatch, unit)
 
     def keep_on_device(
-        self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]
+        self, microbatch: Microbatch, device: Device, call: Call, found: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
         """Adds gradients that are on a device to its sums, where one device has all microbatches of the stage, in their
         order, and nothing else comes before or between. They come down once, when the unit is complete.
@@ -94,9 +95,9 @@ class Collector:
             # Hooks are to see each microbatch's gradient.
             if summed and alone and gradient.layout == torch.strided and not parameter._backward_hooks:
                 if id(parameter) not in microbatch.frozen:
-                    batch.gradients.add_on_device(call.position, parameter, gradient)  # type: ignore[union-attr, arg-type]
+                    batch.gradients.add_on_device(call.position, parameter, gradient, device)  # type: ignore[union-attr, arg-type]
             else:
-                others.append((parameter, gradient.to(parameter.device)))
+                others.append((parameter, device.to_host(gradient)))
         return others
 
     def take(self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]) -> None:

@@ -299,6 +299,8 @@ class Pipeline:
         if self.batch is not None:
             self.until(self.batch.wait_all)
             self._interception.remove()
+            for device in self.devices:
+                device.settle()
         self.check()
 
     def take_own_gradients(self) -> None:

@@ -99,6 +99,7 @@ class StandIns:
         if self._store.keeps_versions(parameter):
             return self._stand_in(microbatch, parameter)
         self._settle(microbatch, parameter, self._store.enqueued)
+        self._store.wait_uploads(self._store.unit_of(parameter))
         return parameter
 
     def _memory(self, microbatch: Microbatch, parameter: nn.Parameter) -> Tensor:

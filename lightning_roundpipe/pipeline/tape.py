@@ -237,7 +237,7 @@ class Call:
         replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
             with watch or nullcontext():
-                run = self._execute(replica, device, leaves, layer.buffers(), mode, first=True)
+                run = self._execute(replica, device, self._at_hand(device, leaves), layer.buffers(), mode, first=True)
             self._check_structure(replica)
             for (module, hook), before in zip(hooks, kept_by_hooks, strict=True):
                 if not same(contents_of_function(hook), before):
@@ -282,8 +282,10 @@ class Call:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
         self._trace(run)
-        if mode == Mode.DROP and not device.is_host:
-            run.let_go(self.differentiable)
+        if not device.is_host:
+            device.outlasting(run.leaves if self.kept is None else [*run.leaves, *run.parameters])
+            if mode == Mode.DROP:
+                run.let_go(self.differentiable)
         return run
 
     def _trace(self, run: Run) -> None:
@@ -398,6 +400,16 @@ class Call:
                 counter = detached if device.is_host else _version_of(detached)
                 self._versions.append((i, counter, leaf._version))
 
+    def _at_hand(self, device: Device, leaves: Sequence[Any]) -> Sequence[Any]:
+        """What is elsewhere comes up from where it is kept: from another device it has come down already."""
+        if device.is_host or not self._saved:
+            return leaves
+        place = device.torch_device
+        return [
+            kept if isinstance(leaf, Tensor) and leaf.device != place else leaf
+            for leaf, kept in zip(leaves, self._saved, strict=True)
+        ]
+
     def _check_inputs_after_run(self) -> None:
         for i, tensor, version in self._versions:
             if tensor._version != version:
@@ -480,7 +492,7 @@ class Call:
             output = run.leaves[i]
             if gradient is not None and output.requires_grad:
                 outputs.append(output)
-                seeds.append(gradient if device.is_host else gradient.to(output.device))
+                seeds.append(device.to_device(gradient))
         targets: list[Any] = list(run.edges)
         masters: list[Tensor] = []
         if parameters:
@@ -494,6 +506,7 @@ class Call:
         if not outputs or not targets:
             return [None] * len(run.edges), []
         with device.running():
+            device.begin_gradients()
             try:
                 if self.deferred is not None:
                     found = self.deferred.differentiate(outputs, targets, seeds)
@@ -516,7 +529,7 @@ class Call:
                     )
                 raise
             inputs = [
-                gradient if gradient is None or device.is_host else gradient.to(place)
+                gradient if gradient is None else device.send(gradient, place)
                 for gradient, place in zip(found[: len(run.edges)], self.input_devices, strict=True)
             ]
             of_masters = found[len(run.edges) : len(run.edges) + len(masters)]

@@ -49,7 +49,11 @@ class WeightActions:
                 calls = batch.deferring[action.stage, index]
                 for call in calls:
                     where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
-                    with self._measured.busy(device), self._devices[device].running():
+                    with (
+                        self._measured.busy(device),
+                        self._devices[device].in_thread(),
+                        self._devices[device].running(),
+                    ):
                         call.deferred_gradients = call.weight_gradients(self._devices[device])
                 calls.clear()
                 batch.end_action(device, Action("W", action.stage, index))

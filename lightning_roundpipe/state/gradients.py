@@ -12,6 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.pipeline.turnstile import Monitor
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
@@ -89,7 +90,22 @@ class _Sum:
         """Number of batches that are complete for this unit. Guarded by the monitor's lock."""
         self.taken = 0
         """Number of the last optimizer step that took the sums with their memory. Guarded by the monitor's lock."""
+        self._arrivals: dict[int, Event] = {}
+        """For those that a device brings down, when they are there."""
         self._memory = memory
+
+    def bring_down(self, index: int, gradient: Tensor, device: Device) -> None:
+        """Adds what is on a device. Nobody waits until it is there."""
+        if self.gradients[index] is not None:
+            self.add(index, device.to_host(gradient))
+            return
+        memory = self.gradients[index] = self._memory.take(self.unit.parameters[index], gradient.dtype)
+        self._arrivals[index] = device.bring_gradient_down(gradient, memory)
+
+    def wait_arrival(self, index: int) -> None:
+        """Before the host reads the sum: waits until it is there."""
+        if (event := self._arrivals.pop(index, None)) is not None:
+            event.synchronize()
 
     def add(self, index: int, gradient: Tensor) -> None:
         parameter = self.unit.parameters[index]
@@ -105,6 +121,7 @@ class _Sum:
 
     def full(self, index: int) -> Tensor | None:
         """The sum in the master's precision."""
+        self.wait_arrival(index)
         present = self.gradients[index]
         if present is not None and present.dtype != self.unit.parameters[index].dtype:
             rounded, present = present, self._convert(index, self.unit.parameters[index].dtype)
@@ -116,6 +133,7 @@ class _Sum:
         the batch had been computed as a whole, whose gradient would have this precision."""
         present = self.gradients[index]
         if present is not None and not present.is_sparse and present.dtype != dtype:
+            self.wait_arrival(index)
             self._convert(index, dtype)
             self._memory.give_back(present)
 
@@ -127,6 +145,8 @@ class _Sum:
 
     def hand_over(self) -> list[Tensor | None]:
         """Starts anew, in other memory."""
+        for index in list(self._arrivals):
+            self.wait_arrival(index)
         gradients, self.gradients = self.gradients, [None] * len(self.gradients)
         return gradients
 
@@ -247,7 +267,7 @@ class BatchGradients:
         self._parts: list[dict[int, dict[int, Tensor]]] = [{} for _ in range(units)]
         self._deposits: list[dict[int, list[_Deposit]]] = [{} for _ in range(units)]
         self._finished: list[set[int]] = [set() for _ in range(units)]
-        self._on_devices: list[dict[tuple[int, int], Tensor]] = [{} for _ in range(units)]
+        self._on_devices: list[dict[tuple[int, int], tuple[Tensor, Device]]] = [{} for _ in range(units)]
         """What devices have added up over the microbatches, by the call's place in the step and the parameter."""
         self._next = [0] * units
         self._locks = [threading.Lock() for _ in range(units)]
@@ -268,21 +288,23 @@ class BatchGradients:
         for deposit in self._deposits[unit].get(microbatch, ()):
             deposit.comes_first |= deposit.index == index
 
-    def add_on_device(self, position: int, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add_on_device(self, position: int, parameter: nn.Parameter, gradient: Tensor, device: Device) -> None:
         """Adds a microbatch's gradient to the device's own sum for a call, which comes down once for all microbatches.
 
         Args:
             position: The call's place in the step. Its microbatches run on one device, one after the other.
             parameter: The parameter.
             gradient: Its gradient, on that device.
+            device: The device.
         """
         unit, index = self._gradients.position[id(parameter)]
         sums = self._on_devices[unit]
-        present = sums.get((position, index))
-        if present is None:
-            sums[position, index] = gradient
-        else:  # in the master's precision, as autocast's backward does
-            sums[position, index] = present.to(parameter.dtype) + gradient
+        if (position, index) in sums:
+            sums[position, index][0].add_(gradient)
+        elif self._microbatches == 1:
+            sums[position, index] = gradient, device
+        else:  # in memory of its own, and in the master's precision, as autocast's backward does
+            sums[position, index] = gradient.to(parameter.dtype, copy=True), device
 
     def deposit(self, microbatch: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
         """Adds a gradient that autograd had ready for ``.grad``: by itself, and not shown to the parameter's hooks
@@ -336,8 +358,9 @@ class BatchGradients:
             if self._next[number] < self._microbatches:
                 return
             for place in sorted(self._on_devices[number], reverse=True):  # last use first
-                gradient = self._on_devices[number].pop(place)
-                self._fold(sum_, {place[1]: gradient.to(unit.parameters[place[1]].device)})
+                gradient, device = self._on_devices[number].pop(place)
+                with device.running():
+                    sum_.bring_down(place[1], gradient, device)
             if self._rounds:
                 self._gradients.round(unit)
         with monitor.lock:

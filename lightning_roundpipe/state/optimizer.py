@@ -12,6 +12,7 @@ import inspect
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FunctionType, GeneratorType, MethodType
 from typing import Any
@@ -72,6 +73,7 @@ class OptimizerWorker:
         order: The units in the order in which the next batch needs them.
         threads: Number of cores for the step.
         average: Where there are several processes, averages their gradients, in place, before each step.
+        in_thread: Around all that it does.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class OptimizerWorker:
         order: Sequence[Unit],
         threads: int,
         average: Callable[[], None] | None = None,
+        in_thread: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
         self._store = store
         self._gradients = gradients
@@ -89,6 +92,7 @@ class OptimizerWorker:
         self.order = order
         self._threads = threads
         self._average = average
+        self._in_thread = in_thread
         self._jobs: queue.SimpleQueue[StepJob | None] = queue.SimpleQueue()
         self._idle = monitor.condition()
         self._finished = 0
@@ -125,7 +129,8 @@ class OptimizerWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 job.gradients.wait_complete()
-                self._step(job)
+                with self._in_thread():
+                    self._step(job)
             except Cancelled:
                 continue
             except BaseException as error:
@@ -144,6 +149,8 @@ class OptimizerWorker:
         whole = self._snapshot(job, lazily=by_unit and job.before_step is None)
         go = job.before_step is None or job.before_step(whole)
         if not by_unit:
+            for unit in self.order:
+                self._store.wait_uploads(unit)
             taken = self._gradients.take(self.order)
             if go:
                 whole.step()
@@ -152,6 +159,7 @@ class OptimizerWorker:
         group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
         for unit in self.order:
             if go and by_unit:
+                self._store.wait_uploads(unit)
                 self._step_unit(whole, unit, group_of, fuses=job.in_half_precision)
             if by_unit:
                 self._gradients.clear(unit)

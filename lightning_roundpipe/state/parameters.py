@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.turnstile import Monitor
 
@@ -20,6 +21,7 @@ class Unit:
 
     Attributes:
         done: Number of optimizer steps that are finished and published for this unit. Guarded by the monitor's lock.
+        uploads: For each device, by name, when it has read what layers compute with.
     """
 
     def __init__(self, index: int, name: str, condition: threading.Condition) -> None:
@@ -27,6 +29,7 @@ class Unit:
         self.name = name
         self.parameters: list[nn.Parameter] = []
         self.done = 0
+        self.uploads: dict[str, Event] = {}
         self.changed = condition
 
 
@@ -195,9 +198,21 @@ class ParameterStore:
                 with self._monitor.lock:
                     self._monitor.wait_for(unit.changed, partial(_has_reached, unit, version), batch)
 
+    def note_upload(self, layer: Layer, device: Device) -> None:
+        """A device was told to read what the layer computes with."""
+        if (event := device.uploaded) is not None:
+            for unit in self._layer_units[layer.index]:
+                unit.uploads[device.name] = event
+
+    def wait_uploads(self, unit: Unit) -> None:
+        """Waits until no device reads any more what the unit's layers have computed with."""
+        for event in list(unit.uploads.values()):
+            event.synchronize()
+
     def publish(self, unit: Unit) -> None:
         """Makes the unit's masters, after a step, the newest version."""
         version = unit.done + 1
+        self.wait_uploads(unit)
         self._copy(unit, version)
         with self._monitor.lock:
             unit.done = version
