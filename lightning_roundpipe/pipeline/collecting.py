@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.replica import Layer
-from lightning_roundpipe.pipeline.tape import Call, graph_leaves
+from lightning_roundpipe.pipeline.tape import Call, reached_by
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
@@ -45,7 +45,7 @@ class Collector:
     def count_calls(self, microbatch: Microbatch, roots: Sequence[Tensor]) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self._store.units
-        for leaf in graph_leaves(roots, through_calls=True)[0]:
+        for leaf in reached_by(roots, through_calls=True).leaves:
             if isinstance(leaf, nn.Parameter) and self._store.owns(leaf):
                 self._note_use_past_us(microbatch, leaf)
         microbatch.units_left = set(units)
