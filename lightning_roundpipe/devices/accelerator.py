@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.base import Device
 from lightning_roundpipe.devices.cpu import copy_with_strides
+from lightning_roundpipe.devices.file_pages import release_file_pages
 from lightning_roundpipe.devices.simulated import SimulatedDevice, simulating
 
 _HOST = torch.device("cpu")
@@ -41,6 +42,8 @@ class AcceleratorDevice(Device):
             if id(parameter) not in resident:
                 there = moved(parameter.detach(), self.torch_device)
                 resident[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
+                if not parameter.requires_grad:
+                    release_file_pages([parameter])
         return [resident[id(parameter)][1] for parameter in parameters]
 
     def to_device(self, tensor: Tensor) -> Tensor:
