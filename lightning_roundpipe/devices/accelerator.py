@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.base import Device
 from lightning_roundpipe.devices.cpu import copy_with_strides
 from lightning_roundpipe.devices.file_pages import release_file_pages
-from lightning_roundpipe.devices.simulated import SimulatedDevice, simulating
+from lightning_roundpipe.devices.hardware import TorchHardware
+from lightning_roundpipe.devices.simulated import SimulatedDevice
 
 _HOST = torch.device("cpu")
 
@@ -23,7 +24,7 @@ class AcceleratorDevice(Device):
 
     shares_host_generator = True
 
-    def __init__(self, hardware: SimulatedDevice) -> None:
+    def __init__(self, hardware: SimulatedDevice | TorchHardware) -> None:
         super().__init__()
         self.hardware = hardware
         self.name = hardware.name
@@ -58,10 +59,10 @@ class AcceleratorDevice(Device):
         return copy_with_strides(tensor) if copy else tensor
 
     def running(self) -> AbstractContextManager[None]:
-        return simulating()
+        return self.hardware.running()
 
     def in_thread(self) -> AbstractContextManager[None]:
-        return simulating()
+        return self.hardware.in_thread()
 
     def random_state(self) -> Tensor | None:
         return self.hardware.generator.get_state()
