@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.base import Device
 from lightning_roundpipe.devices.cpu import copy_with_strides
-from lightning_roundpipe.devices.simulated import SimulatedDevice, simulating
+from lightning_roundpipe.devices.file_pages import release_file_pages
+from lightning_roundpipe.devices.hardware import TorchHardware
+from lightning_roundpipe.devices.simulated import SimulatedDevice
 
 _HOST = torch.device("cpu")
 
@@ -22,7 +24,7 @@ class AcceleratorDevice(Device):
 
     shares_host_generator = True
 
-    def __init__(self, hardware: SimulatedDevice) -> None:
+    def __init__(self, hardware: SimulatedDevice | TorchHardware) -> None:
         super().__init__()
         self.hardware = hardware
         self.name = hardware.name
@@ -41,6 +43,8 @@ class AcceleratorDevice(Device):
             if id(parameter) not in resident:
                 there = moved(parameter.detach(), self.torch_device)
                 resident[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
+                if not parameter.requires_grad:
+                    release_file_pages([parameter])
         return [resident[id(parameter)][1] for parameter in parameters]
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -55,10 +59,10 @@ class AcceleratorDevice(Device):
         return copy_with_strides(tensor) if copy else tensor
 
     def running(self) -> AbstractContextManager[None]:
-        return simulating()
+        return self.hardware.running()
 
     def in_thread(self) -> AbstractContextManager[None]:
-        return simulating()
+        return self.hardware.in_thread()
 
     def random_state(self) -> Tensor | None:
         return self.hardware.generator.get_state()

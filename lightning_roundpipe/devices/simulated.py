@@ -15,7 +15,7 @@ but where torch itself goes another way on the CPU: in attention, unless its "ma
 
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -89,6 +89,14 @@ class SimulatedDevice:
     def stream(self, name: str = "a stream") -> SimulatedStream:
         """A new stream."""
         return SimulatedStream(self.name, name)
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around what runs on the device."""
+        return simulating()
+
+    def in_thread(self) -> AbstractContextManager[None]:
+        """Around what a thread does with its tensors."""
+        return simulating()
 
     @property
     def current_stream(self) -> SimulatedStream:

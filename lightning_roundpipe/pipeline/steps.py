@@ -200,7 +200,10 @@ class Steps:
     def _run_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         if self._on_host:
             torch.autograd.backward(roots, seeds)
-        else:  # which is a torch function itself, so that stray tensors in it would not be moved
+            return
+        # Autograd has a thread for each device. A call that waited for its turn in it would let all others wait, too.
+        with torch.autograd.set_multithreading_enabled(False):
+            # Not `torch.autograd.backward`, a torch function: stray tensors in it would not be moved.
             _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), True, accumulate_grad=True)
 
     def _end(self, microbatch: Microbatch) -> None:
