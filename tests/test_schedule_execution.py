@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_equal, fit_microbatches, fit_pipeline, result
+from helpers import PATIENCE, assert_close, assert_equal, fit_microbatches, fit_pipeline, result
 from models import CNN, GPT, Lit, batches_of, pictures, sequences, tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -140,7 +140,7 @@ def test_dropout_is_the_same() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "dualpipe", "interleaved"])
 def test_random_delays(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = trained("gpt", 4, 2, schedule=schedule)
-    for repetition in range(10):
+    for repetition in range(5 * PATIENCE):
         draw = random.Random(repetition)
         monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 1e-3))
         assert_equal(trained("gpt", 4, 2, schedule=schedule), reference)
@@ -402,7 +402,7 @@ def test_a_checkpoint_in_a_layer_beside_one_that_draws(schedule: str, monkeypatc
         return result(fit_pipeline(Draws().double(), batches, 8, devices, **options))
 
     reference = run(1)
-    for repetition in range(5):
+    for repetition in range(3 * PATIENCE):
         draw = random.Random(repetition)
         monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 3e-4))
         assert_equal(run(3, schedule=schedule), reference)
