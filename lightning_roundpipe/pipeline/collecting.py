@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.replica import Layer
@@ -94,7 +95,8 @@ class Collector:
             # Hooks are to see each microbatch's gradient.
             if summed and alone and gradient.layout == torch.strided and not parameter._backward_hooks:
                 if id(parameter) not in microbatch.frozen:
-                    batch.gradients.add_on_device(call.position, parameter, gradient)  # type: ignore[union-attr, arg-type]
+                    with asking_for("gradients"):
+                        batch.gradients.add_on_device(call.position, parameter, gradient)  # type: ignore[union-attr, arg-type]
             else:
                 others.append((parameter, gradient.to(parameter.device)))
         return others

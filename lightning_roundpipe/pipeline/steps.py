@@ -17,6 +17,8 @@ from lightning_roundpipe.pipeline.collecting import Collector
 from lightning_roundpipe.pipeline.compiling import before_compiling
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.interception import handling_calls, splitting_calls
+from lightning_roundpipe.pipeline.out_of_memory import describe
+from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.stand_ins import StandIns
 from lightning_roundpipe.pipeline.strays import Strays
 from lightning_roundpipe.pipeline.turns import Turns
@@ -35,6 +37,7 @@ class Steps:
 
     Args:
         devices: The devices.
+        layers: All layers.
         monitor: Told of what fails.
         store: The parameters.
         turns: Who may go on.
@@ -48,6 +51,7 @@ class Steps:
     def __init__(
         self,
         devices: Sequence[Device],
+        layers: Sequence[Layer],
         monitor: Monitor,
         store: ParameterStore,
         turns: Turns,
@@ -58,6 +62,7 @@ class Steps:
         collector: Collector,
     ) -> None:
         self._devices = devices
+        self._layers = layers
         self._on_host = all(device.is_host for device in devices)
         self._monitor = monitor
         self._store = store
@@ -122,6 +127,8 @@ class Steps:
             except BaseException as error:
                 where = f"; {microbatch.where}" if microbatch.where else ""
                 error.add_note(f"roundpipe: {microbatch.label}{where}; phase {microbatch.phase}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(describe(error, microbatch, self._layers, self._store))
                 if microbatch.batch.microbatches > 1 and "more than 1 value per channel" in str(error):
                     error.add_note(
                         "roundpipe: BatchNorm cannot normalize a microbatch of a single sample. Set fewer"

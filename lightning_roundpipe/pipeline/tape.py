@@ -20,6 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.arguments import Built, Structure
 from lightning_roundpipe.pipeline.compiling import CompiledKind
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
@@ -478,7 +479,8 @@ class Call:
         try:
             graph = self.kept if self.kept is not None else self._run_again(device)
             self.kept = None
-            return self._differentiate(graph, device, gradients, parameters)
+            with asking_for("gradients"):
+                return self._differentiate(graph, device, gradients, parameters)
         finally:
             if self._missing is not None:
                 self._missing.clear()
