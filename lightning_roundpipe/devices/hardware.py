@@ -1,5 +1,6 @@
 """A real accelerator, as far as :class:`AcceleratorDevice` needs it, by torch's device-neutral API."""
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -41,7 +42,7 @@ class TorchHardware:
         return torch.Stream(self.torch_device)
 
     @contextmanager
-    def on(self, stream: torch.Stream) -> Any:
+    def on(self, stream: torch.Stream) -> Iterator[None]:
         """Within it, this thread's operations on the device go to a stream, and new tensors to the device."""
         with stream:
             yield
