@@ -133,6 +133,26 @@ class CatchesEverything(Body):
         return x + h
 
 
+class RaisesAnother(Body):
+    """As a script does."""
+
+    def run(self, x: Tensor) -> Tensor:
+        try:
+            return x + self.down(torch.tanh(self.up(x)))
+        except BaseException as error:
+            raise ValueError("something went wrong in here") from error
+
+
+@torch.jit.script
+def _scripted(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(torch.tanh(x), weight)
+
+
+class Scripted(Body):
+    def run(self, x: Tensor) -> Tensor:
+        return x + _scripted(self.up(x), self.down.weight)
+
+
 class LeavesATrace(Body):
     """An attribute that is there only for a moment."""
 
@@ -170,7 +190,18 @@ class Net(Lit):
         return (self.head(x) - batch["y"]).pow(2).mean()
 
 
-STOPS = [Body, OnlyAdds, HookOnATensor, CheckpointOfAFunction, InPlace, LeavesATrace, CatchesEverything, Several]
+STOPS = [
+    Body,
+    OnlyAdds,
+    HookOnATensor,
+    CheckpointOfAFunction,
+    InPlace,
+    LeavesATrace,
+    CatchesEverything,
+    RaisesAnother,
+    Scripted,
+    Several,
+]
 GOES_ON = [HookHoldsTheLayer, HookOnANode, OwnFunction, CheckpointInside]
 
 

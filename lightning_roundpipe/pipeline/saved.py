@@ -23,12 +23,14 @@ class MissingTensors:
         refusal: The error where one is asked for before.
     """
 
-    __slots__ = ("_kinds", "_refusal", "_tensors", "difference")
+    __slots__ = ("_kinds", "_refusal", "_tensors", "difference", "ended")
 
     def __init__(self, refusal: str) -> None:
         self._refusal = refusal
         self._kinds: list[tuple[torch.dtype, torch.Size]] = []
         self._tensors: list[tuple[Tensor, int] | None] = []
+        self.ended = False
+        """Whether the second run was stopped."""
         self.difference: str | None = None
         """What the second run did otherwise, in words."""
 
@@ -60,14 +62,16 @@ class MissingTensors:
     @skip
     def _fill(self, tensor: Tensor) -> int:
         number = len(self._tensors)
-        if number == len(self._kinds) or self.difference is not None:
+        if self.ended:
             raise Complete  # again, where the layer has caught it
         kind = tensor.dtype, tensor.shape
         if kind != self._kinds[number]:
             self.difference = f"autograd saved a tensor of {_words(kind)} instead of {_words(self._kinds[number])}"
+            self.ended = True
             raise Complete
         self._tensors.append((tensor, tensor._version))
         if number + 1 == len(self._kinds):
+            self.ended = True
             raise Complete
         return number
 

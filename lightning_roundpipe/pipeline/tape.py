@@ -577,8 +577,9 @@ class Call:
         run = None
         try:
             run = self.context.run(execute)  # the caller's context variables may have other values by now
-        except Complete:
-            assert self._incomplete is not None
+        except (Complete, Exception):  # a script, or the layer itself, may have made another one of it
+            if self._incomplete is None or self._missing is None or not self._missing.ended:
+                raise
         self._saved = []
         self._buffers = None
         self._copies = {}
