@@ -15,12 +15,6 @@ from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 
-GIVEN_TO_A_FUNCTION = (
-    "Parameters are in host memory. Where the code between layers hands one to a custom autograd function together with"
-    " activations that are on a device, hand on parameter.to(activation.device) instead."
-)
-
-
 class Collector:
     """Brings gradients from calls, stand-ins and the parameters themselves into the batch's sums, and finishes each
     unit as soon as the microbatch has nothing more to add to it.
@@ -159,11 +153,6 @@ class Collector:
                 " training_step, before the step's own. Return one loss, or use manual optimization."
             )
         self._note_use_past_us(microbatch, parameter)
-        if gradient.device != parameter.device:  # torch itself would not take it, but for simulated devices
-            raise RuntimeError(
-                f"The gradient of the parameter {self._store.name(parameter)!r} is on {gradient.device}, and the"
-                f" parameter on {parameter.device}. {GIVEN_TO_A_FUNCTION}"
-            )
         if id(parameter) in microbatch.frozen:
             return True
         gradients = microbatch.batch.gradients

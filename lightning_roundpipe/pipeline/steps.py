@@ -13,7 +13,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch, presenting
 from lightning_roundpipe.pipeline.calling import LayerCalls
-from lightning_roundpipe.pipeline.collecting import GIVEN_TO_A_FUNCTION, Collector
+from lightning_roundpipe.pipeline.collecting import Collector
 from lightning_roundpipe.pipeline.compiling import before_compiling
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.interception import handling_calls, splitting_calls
@@ -134,8 +134,6 @@ class Steps:
                         "roundpipe: BatchNorm cannot normalize a microbatch of a single sample. Set fewer"
                         " `microbatches`; if only the last batch is that small, set drop_last=True in the DataLoader."
                     )
-                if "returned an invalid gradient" in str(error) and "expected device" in str(error):
-                    error.add_note(f"roundpipe: {GIVEN_TO_A_FUNCTION}")
                 self._monitor.fail(error, microbatch.batch.number)
                 microbatch.drop()
             finally:

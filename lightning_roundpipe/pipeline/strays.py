@@ -5,13 +5,14 @@ it brings itself (masks that it makes, attributes, labels) lies on the host, or 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _make_grads  # type: ignore[attr-defined]
+from torch.autograd import Function, _make_grads  # type: ignore[attr-defined]
 from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lightning_roundpipe.pipeline.watching import OF_ALL_MODULES
 
@@ -29,6 +30,10 @@ _SEEDS = {torch.autograd.grad: "grad_outputs", Tensor.backward: "gradient"}
 class Strays(TorchFunctionMode):
     """Lets operations have all their tensors on one device: where what they change is, or else where the first of them
     is that is on a device. A checkpoint that runs code again thus finds everything where it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        _watch_custom_functions()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -53,6 +58,24 @@ class Strays(TorchFunctionMode):
         numbers = func not in _JOINING and target.type != "cpu"  # which the host may have
         args = tuple(_move(item, target, numbers) for item in args)
         return func(*args, **{key: _move(item, target, numbers) for key, item in kwargs.items()})
+
+
+@cache
+def _watch_custom_functions() -> None:
+    """From now on, custom autograd functions among strays get what they differentiate on one device, too: a gradient
+    must be where its input is, and no mode sees the call."""
+    apply = Function.__dict__["apply"].__func__
+
+    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, Strays) for mode in _get_current_function_mode_stack()):
+            on_devices = [arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
+            if on_devices:
+                args = tuple(
+                    arg.to(on_devices[0]) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args
+                )
+        return apply(cls, *args, **kwargs)
+
+    Function.apply = classmethod(applied)
 
 
 def _backward(
