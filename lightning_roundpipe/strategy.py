@@ -311,8 +311,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
             )
         if self.devices is not None and (scripts := names_of_scripts(module)):
             raise MisconfigurationException(
-                f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are, in"
-                " host memory, and not where its inputs are. Use the module that it was made of, or virtual CPU devices."
+                f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"
+                " in host memory, and not where its inputs are. Use the module that it was made of, or virtual CPU"
+                " devices."
             )
         if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
             raise MisconfigurationException(

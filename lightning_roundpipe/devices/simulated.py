@@ -209,7 +209,7 @@ class SimulatedTensor(Tensor):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.data_on_host, self.home, self.block = value.data_on_host, value.home, value.block
 
-    def new(self, *args: Any, **kwargs: Any) -> Tensor:
+    def new(self, *args: Any, **kwargs: Any) -> Any:
         return self.data_on_host.new(*args, **kwargs).to(self.device)
 
     def __getitem__(self, index: Any) -> Tensor:

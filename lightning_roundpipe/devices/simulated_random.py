@@ -54,14 +54,14 @@ def keep_random_states(generators: Callable[[], Mapping[int, torch.Generator]]) 
                 known[index].set_state(state)
 
     def fork_rng(
-        devices: Any = None, enabled: bool = True, *args: Any, device_type: str | None = None, **kwargs: Any
+        devices: Any = None, enabled: bool = True, *names: Any, device_type: Any = None, **names_by_name: Any
     ) -> AbstractContextManager[Any]:
         known = generators()
-        if not (known and enabled and device_type in (None, "meta")):
-            return fork(devices, enabled, *args, device_type=device_type, **kwargs)
-        return forked({index: known[index] for index in (known if devices is None else devices)})
+        if known and enabled and device_type in (None, "meta"):
+            return forked({index: known[index] for index in (known if devices is None else devices)})
+        return fork(devices, enabled, *names, **{"device_type": device_type, **names_by_name})
 
     checkpoint._get_device_module = get_device_module
     checkpoint.get_device_states = get_device_states
     checkpoint.set_device_states = set_device_states
-    torch.random.fork_rng = fork_rng
+    torch.random.fork_rng = fork_rng  # type: ignore[assignment]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Function, _make_grads  # type: ignore[attr-defined]
+from torch.autograd import Function, _make_grads
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
@@ -75,7 +75,7 @@ def _watch_custom_functions() -> None:
                 )
         return apply(cls, *args, **kwargs)
 
-    Function.apply = classmethod(applied)
+    Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
 
 
 def _backward(
