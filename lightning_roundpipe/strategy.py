@@ -35,7 +35,7 @@ from lightning_roundpipe.host_root import with_host_root
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
-from lightning_roundpipe.pipeline.layers import LayerSpec
+from lightning_roundpipe.pipeline.layers import LayerSpec, names_of_scripts
 from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.strays import bring_home
@@ -308,6 +308,12 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise MisconfigurationException(
                 "Autocast is not simulated: layers would run in full precision on simulated devices. Use"
                 " Trainer(precision='32-true'), or virtual CPU devices."
+            )
+        if self.devices is not None and (scripts := names_of_scripts(module)):
+            raise MisconfigurationException(
+                f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"
+                " in host memory, and not where its inputs are. Use the module that it was made of, or virtual CPU"
+                " devices."
             )
         if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
             raise MisconfigurationException(

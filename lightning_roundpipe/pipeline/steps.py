@@ -120,7 +120,7 @@ class Steps:
         with presenting(microbatch):
             before_compiling(lambda: self._handover.hold_to_compile(microbatch))
             try:
-                with self._among_devices(microbatch):
+                with self._among_devices():
                     yield
             except Cancelled:
                 microbatch.drop()  # the thread that failed holds the error
@@ -140,12 +140,12 @@ class Steps:
                 before_compiling(None)
 
     @contextmanager
-    def _among_devices(self, microbatch: Microbatch) -> Iterator[None]:
+    def _among_devices(self) -> Iterator[None]:
         """Tensors are where the microbatch's layers have run, and what it brings is not."""
         if self._on_host:
             yield
             return
-        with self._devices[0].in_thread(), Strays(lambda: self._devices[microbatch.device].torch_device):
+        with self._devices[0].in_thread(), Strays():
             yield
 
     def _forward(
