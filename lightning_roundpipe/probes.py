@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices.file_pages import is_on_file
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS
 from lightning_roundpipe.trees import flatten
 
@@ -25,6 +26,8 @@ def moved_parameters(module: nn.Module) -> Iterator[None]:
         try:
             for parameter in module.parameters():
                 if not parameter.is_floating_point() or parameter.numel() == 0:
+                    continue
+                if not parameter.requires_grad and is_on_file(parameter):  # neither read nor written for this
                     continue
                 low, high = (float(value) for value in parameter.aminmax())
                 if low != high or (parameter.numel() == 1 and low != 0):

@@ -116,10 +116,11 @@ class Processes:
         self._check_same([f"{name} ({tensor.dtype}, {tuple(tensor.shape)})" for name, tensor in tensors.items()])
         with torch.no_grad():
             for tensor in tensors.values():
-                values = tensor.detach().contiguous()
-                dist.broadcast(values.reshape(-1).view(torch.uint8), src=0)  # gloo does not know every type
-                if values.data_ptr() != tensor.data_ptr():
-                    tensor.copy_(values)
+                own = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # gloo does not know every type
+                first = own if dist.get_rank() == 0 else torch.empty_like(own)
+                dist.broadcast(first, src=0)
+                if not torch.equal(own, first):  # what is mapped from a file is not to be copied where nothing changes
+                    tensor.copy_(first.view(tensor.dtype).view(tensor.shape))
 
     def _check_same(self, mine: list[str]) -> None:
         everyone: list[list[str]] = [[]] * self.number

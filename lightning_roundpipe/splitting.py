@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
+from lightning_roundpipe.devices.file_pages import is_on_file
 from lightning_roundpipe.iterators import StandIn, stand_in
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
@@ -510,6 +511,8 @@ def _holds(container: Any, contents: Any) -> bool:
 
 _WRITING = {"out", "max_norm", "inplace"}
 """Arguments of functions that may write to what they are given."""
+_HANDING_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage"}
+"""Functions whose result may be written to unseen."""
 
 
 class _Repeatable(TorchFunctionMode):
@@ -543,6 +546,8 @@ class _Repeatable(TorchFunctionMode):
         """Labels that means over labels did not count."""
         self._kept: dict[int, tuple[nn.Parameter, Tensor, Tensor, bool]] = {}
         """Parameters that the step could write to: with their memory, what was in it, and whether they are trained."""
+        self._viewed: dict[int, nn.Parameter] = {}
+        """Parameters on files of which views were taken, by address: they are copied only if these are written to."""
         self._first = self._samples = self._draws = 0
 
     def begin(self, samples: int) -> None:
@@ -602,16 +607,23 @@ class _Repeatable(TorchFunctionMode):
             args = (*args[:position], 0.0, *args[position + 1 :])
         if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
             self.ignored_labels.add(kwargs.get("ignore_index", IGNORED_LABEL))
-        parameters = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, nn.Parameter)]
-        if not parameters:
+        given = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, Tensor)]
+        parameters: list[Any] = [item for item in given if isinstance(item, nn.Parameter)]
+        viewed = [self._viewed[at] for item in given if (at := _address(item)) in self._viewed] if self._viewed else []
+        if not parameters and not viewed:
             return func(*args, **kwargs)
-        written = name in ("__set__", "__setitem__") or name.startswith("__i")
+        written = name in _HANDING_OUT or name in ("__set__", "__setitem__") or name.startswith("__i")
         written |= any(value is not None and value is not False for key, value in kwargs.items() if key in _WRITING)
         if written or (name.endswith("_") and not name.endswith("__")):
-            self._keep(parameters)
+            self._keep([*parameters, *viewed])
         result = func(*args, **kwargs)
         memory = {_address(item) for item in _flat((result,)) if isinstance(item, Tensor)}
-        self._keep([parameter for parameter in parameters if _address(parameter) in memory])
+        for parameter in parameters:
+            if (address := _address(parameter)) in memory:
+                if not parameter.requires_grad and is_on_file(parameter):
+                    self._viewed[address] = parameter
+                else:
+                    self._keep([parameter])
         return result
 
     def _keep(self, parameters: Sequence[Any]) -> None:

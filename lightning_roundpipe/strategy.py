@@ -29,11 +29,13 @@ from torchmetrics import Metric
 from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice
+from lightning_roundpipe.devices.hardware import hardware_of
 from lightning_roundpipe.garbage import SparedObjects
+from lightning_roundpipe.host_root import with_host_root
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
-from lightning_roundpipe.pipeline.layers import LayerSpec
+from lightning_roundpipe.pipeline.layers import LayerSpec, names_of_scripts
 from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.strays import bring_home
@@ -192,12 +194,12 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     @accelerator.setter
     def accelerator(self, accelerator: Accelerator) -> None:
-        if not isinstance(accelerator, CPUAccelerator):
+        if self.devices is not None and not isinstance(accelerator, CPUAccelerator):
             raise MisconfigurationException(
-                f"strategy='{self.strategy_name}' has virtual CPU devices only, and Lightning has chosen"
-                f" {type(accelerator).__name__}. Use Trainer(accelerator='cpu', devices=...)."
+                f"RoundPipeStrategy(devices=...) are simulated devices, and Lightning has chosen"
+                f" {type(accelerator).__name__}. Use Trainer(accelerator='cpu'), or leave the strategy's devices out."
             )
-        self._accelerator = accelerator
+        self._accelerator = with_host_root(accelerator, lambda: self.parallel_devices or ())
 
     @property
     def precision_plugin(self) -> Precision:
@@ -278,11 +280,18 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _device_count(self) -> int:
         return len(self.devices) if self.devices else max(1, len(self.parallel_devices or ()))
 
+    @property
+    def _hardware(self) -> list[torch.device]:
+        """The devices with memory of their own, if there are any."""
+        if self.devices is not None:
+            return [device.torch_device for device in self.devices]
+        return [device for device in self.parallel_devices or () if device.type != "cpu"]
+
     def _make_devices(self, count: int, threads: int) -> list[Device]:
-        if self.devices is None:
+        if not self._hardware:
             return [CpuDevice(index, threads) for index in range(count)]
         peers: dict[torch.device, AcceleratorDevice] = {}
-        return [AcceleratorDevice(device, peers) for device in self.devices]
+        return [AcceleratorDevice(hardware_of(device), peers) for device in self._hardware]
 
     def _at_root(self, tree: Any) -> Any:
         """What a microbatch hands out, where the trainer's tensors are."""
@@ -295,10 +304,17 @@ class RoundPipeStrategy(MultiProcessStrategy):
         trainer = self._trainer
         assert module is not None and trainer is not None
         self._check_optimizers(module)
-        if self.devices is not None and isinstance(self.precision_plugin, MixedPrecision):
+        simulated = any(device.type == "meta" for device in self._hardware)
+        if simulated and isinstance(self.precision_plugin, MixedPrecision):
             raise MisconfigurationException(
                 "Autocast is not simulated: layers would run in full precision on simulated devices. Use"
                 " Trainer(precision='32-true'), or virtual CPU devices."
+            )
+        if self.devices is not None and (scripts := names_of_scripts(module)):
+            raise MisconfigurationException(
+                f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"
+                " in host memory, and not where its inputs are. Use the module that it was made of, or virtual CPU"
+                " devices."
             )
         if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
             raise MisconfigurationException(
@@ -308,7 +324,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         count = self._device_count()
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // count)
-        if self.devices is None and count > (cores := _cores()):
+        if not self._hardware and count > (cores := _cores()):
             rank_zero_warn(
                 f"roundpipe: {count} virtual devices share {cores} core{'s' if cores > 1 else ''}, so they cannot all"
                 f" work at the same time: the numbers are right, but training is no faster than with devices={cores}."
@@ -353,8 +369,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
-        kind = "virtual CPU" if self.devices is None else "simulated"
-        share = f" of {threads} core{'s' if threads > 1 else ''} each" if self.devices is None else ""
+        kind = "simulated" if simulated else self._hardware[0].type if self._hardware else "virtual CPU"
+        share = "" if self._hardware else f" of {threads} core{'s' if threads > 1 else ''} each"
         rank_zero_info(
             f"roundpipe: {count} {kind} device{'s' if count > 1 else ''}{share}, {len(pipeline.layers)} layers,"
             f" staleness {self.staleness}"
@@ -488,7 +504,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 with nullcontext() if process_wide else plugin.train_step_context():
                     output = training_step(piece, *rest, **kwargs)
                 loss = loss_in(output)
-                outputs[index] = output if self.devices is None else self._at_root(output)
+                outputs[index] = self._at_root(output) if self._hardware else output
                 losses[index] = None if loss is None else loss.detach().to(self.root_device)
                 # Without anything that counts (no token has a label) a mean is not a number, and the sums go on.
                 return loss if weights[index] else None
@@ -514,7 +530,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self._layers_log = logging if logging.layers_log else None
             if process_wide or ((self._communicates or logging.layers_log) and not self._batch.deferred):
                 pipeline.wait_backward()  # the recompute must see the same default dtype, and what stands in for `log`
-        if self.devices is not None:
+        if self._hardware:
             bring_home(module, self.root_device)
         if len(pieces) > 1:
             logging.replay(losses, weights)

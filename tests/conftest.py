@@ -6,14 +6,18 @@ import signal
 import threading
 import warnings
 from collections.abc import Iterator
+from functools import cache
 
 import pytest
 import torch
 from helpers import SIMULATED
+from lightning.fabric.utilities import registry
 
 torch.set_num_threads(1)
 if SIMULATED:  # the CPU has a kernel of its own for attention, which rounds otherwise
     torch.backends.cuda.enable_flash_sdp(False)
+# Every Trainer looks through all installed packages for callbacks of theirs, which takes most of its construction.
+registry.entry_points = cache(registry.entry_points)
 # A shell lets what it starts in the background ignore Ctrl-C, and Python would go on to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -22,6 +22,8 @@ from lightning_roundpipe.devices import SimulatedDevice
 
 SIMULATED = os.environ.get("ROUNDPIPE_DEVICES") == "simulated"
 """Whether `fit_pipeline` trains on simulated accelerators instead of virtual CPU devices."""
+PATIENCE = int(os.environ.get("ROUNDPIPE_PATIENCE", 1))
+"""How many times more often than usual tests repeat a training under random delays: rare orders of events need more."""
 
 # --- running
 

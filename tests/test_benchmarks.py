@@ -67,6 +67,30 @@ def test_memory(benchmark: Any) -> None:
     assert len(found["resident"]) == 10 and len(found["objects"]) == 2
 
 
+def test_gpu(benchmark: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What of it needs no GPU: the models, counting, and the table."""
+    gpu = benchmark("gpu")
+    monkeypatch.setattr(gpu, "VOCABULARY", 128)
+    options = argparse.Namespace(layers=2, width=64, tokens=8, samples=4, accelerator="cpu")
+    model = gpu.make(options, options.tokens)
+    linear = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name)
+    linear -= model.position.weight.numel()
+    assert gpu.flops_per_token(2, 64, 8, 128) == 6 * linear + 6 * 2 * 64 * 8
+    for contestant in (gpu.by_pipeline, gpu.on_the_gpu):
+        found = gpu.speed(contestant, options)
+        assert found["tokens_per_second"] > 0 and found["memory"] == 0
+        assert next(gpu.longest(contestant, argparse.Namespace(**(vars(options) | {"layers": 1})))) == 1024
+    assert gpu.peak_flops("NVIDIA H100 80GB HBM3") == 989e12 and gpu.peak_flops("a new one") is None
+    found = {"speed": [{"tokens_per_second": 2e3, "memory": 2**30}], "larger": None, "longest": [{"tokens": 4096}]}
+    shown = [row.shown for row in gpu.rows_of("ours", found, options, "NVIDIA H100")]
+    assert shown == ["2 k tokens/s", "1 GiB", "0 k tokens/s", "0 GiB", "4.1e+03 tokens"]
+    assert sum(gpu.SECONDS[what] for what in ("speed", "longest")) * 3 + 2 * gpu.SECONDS["larger"] < 600
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
+    gpu.main()
+    assert "There is no GPU on this machine" in capsys.readouterr().out
+
+
 def test_tables(benchmark: Any) -> None:
     row = benchmark("common").Row
     run = benchmark("run")

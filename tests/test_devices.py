@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices import (
     AcceleratorDevice,
-    DeviceMixError,
     SimulatedDevice,
     SimulatedEvent,
     SimulatedStream,
-    StreamOrderError,
     accelerator,
     simulating,
 )

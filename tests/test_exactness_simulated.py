@@ -5,17 +5,25 @@ train on simulated accelerators.
 """
 
 from collections.abc import Iterator
+from functools import partial
+from typing import Any
 
 import helpers
 import pytest
+import test_habits as habits
+import test_parameters_outside as outside
 import torch
 from helpers import Watch, assert_equal, fit, fit_microbatches, fit_pipeline, result
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import CNN, batches_of, pictures
 from test_exactness import MODELS, NOISY, OPTIMIZERS, data, expected, make, trained
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import SimulatedDevice
+from lightning_roundpipe.schedules import Scheduler
+from lightning_roundpipe.schedules.partition import Partition
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +83,42 @@ def test_what_the_user_sees_is_on_the_host() -> None:
     assert len(results[0]) * 2 == len(results[1])
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        outside.CustomFunctionWithHooks, outside.ReentrantAroundLayers, outside.ReentrantWithinAnother,
+        habits.FunctionOfActivations, habits.CheckpointAroundLayersAndCode,
+    ],
+    ids=lambda kind: kind.__name__,
+)  # fmt: skip
+def test_functions_and_checkpoints_between_layers(kind: type, devices: int) -> None:
+    """Each gradient is where its tensor is, and a checkpoint runs layers again where they ran."""
+    suite = outside if issubclass(kind, outside.Outside) else habits
+    assert_equal(suite.trained(kind, 3, devices), suite.expected(kind, 3))
+
+
+def test_a_layer_that_a_checkpoint_cannot_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_call_a_stage(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True) -> Partition:
+        ranges = [range(i, i + 1) for i in range(len(forward))]
+        return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
+
+    monkeypatch.setattr(Scheduler, "partition", one_call_a_stage)
+    monkeypatch.setattr(Scheduler, "can_be_planned", False)
+
+    class Twice(habits.Weighted):
+        def output(self, x: Tensor) -> Tensor:
+            run = partial(checkpoint, lambda x: torch.sin(self.net[0](torch.sin(x))), use_reentrant=False)
+            return run(self.net[2](self.net[1](run(x))))
+
+    with pytest.raises(RuntimeError, match=r"layer 'net\.0': a checkpoint runs it again .* on several devices"):
+        habits.trained(Twice, 3, 2)
+    assert_equal(habits.trained(Twice, 3, 1), habits.expected(Twice, 3))
+
+
 def test_what_is_not_simulated_is_refused() -> None:
+    with pytest.raises(MisconfigurationException, match=r"'script': a script .* Use the module that it was made of"):
+        fit_pipeline(outside.make(outside.ScriptBetweenLayers), outside.data(), 2)
     with pytest.raises(MisconfigurationException, match="Autocast is not simulated"):
         fit_pipeline(make("mlp", torch.float32), data("mlp", torch.float32), 2, run={"precision": "bf16-mixed"})
     with pytest.raises(ValueError, match="`compile` is not possible"):

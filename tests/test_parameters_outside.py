@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import (
+    PATIENCE,
     assert_alike,
     assert_equal,
     differs,
@@ -273,7 +274,7 @@ def test_gradients_past_the_pipeline(kind: Kind, m: int, devices: int, accumulat
 def test_no_timing_loses_them(kind: Kind, accumulate: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither Lightning's zero_grad nor the next batch on the main thread meets them, however late the backward is."""
     references = {m: expected(kind, m, accumulate) for m in (1, 2, 3, 4)}
-    for repetition in range(24):
+    for repetition in range(12 * PATIENCE):  # each pair of numbers, at least
         m, devices = 1 + repetition % 4, 1 + repetition % 3
         delay_handovers(monkeypatch, repetition)
         found = trained(kind, m, devices, {"accumulate_grad_batches": accumulate})

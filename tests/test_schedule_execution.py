@@ -6,13 +6,13 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from helpers import assert_close, assert_equal, fit_microbatches, fit_pipeline, result
+from helpers import PATIENCE, assert_close, assert_equal, fit_microbatches, fit_pipeline, result
 from models import CNN, GPT, Lit, batches_of, pictures, sequences, tokens
 from torch import Tensor, nn
 from torch.nn import functional
@@ -44,8 +44,15 @@ def trained(name: str, m: int, devices: int, run: dict | None = None, **options:
     return result(fit_pipeline(make(name), data(name), m, devices, run=run, **options))
 
 
+@cache
 def expected(name: str, m: int, **options: Any) -> dict:
     return result(fit_microbatches(make(name), data(name), m, **options))
+
+
+@cache
+def alone(name: str, m: int, **options: Any) -> dict:
+    """What one device makes of it."""
+    return trained(name, m, 1, **options)
 
 
 DEFERS_WEIGHTS = ("zb1p", "dualpipe")
@@ -66,14 +73,13 @@ def test_equal_to_plain_lightning(name: str, schedule: str, m: int, devices: int
 @pytest.mark.parametrize("schedule", NAMES)
 def test_convolutions_and_batch_norm(schedule: str) -> None:
     ours = trained("cnn", 4, 2, schedule=schedule)
-    assert_close(ours["weights"], trained("cnn", 4, 1)["weights"], 1e-12)
+    assert_close(ours["weights"], alone("cnn", 4)["weights"], 1e-12)
 
 
 @pytest.mark.parametrize("lanes", [1, 2, 4])
 @pytest.mark.parametrize("m", [4, 5, 8])
 def test_lanes_change_nothing(lanes: int, m: int) -> None:
-    reference = trained("gpt", m, 1)
-    assert_equal(trained("gpt", m, 4, lanes=lanes), reference)
+    assert_equal(trained("gpt", m, 4, lanes=lanes), alone("gpt", m))
 
 
 @pytest.mark.parametrize("schedule", NAMES)
@@ -86,32 +92,40 @@ def test_options(schedule: str, options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_staleness(schedule: str) -> None:
-    assert_equal(trained("gpt", 4, 2, schedule=schedule, staleness=1), trained("gpt", 4, 1, staleness=1))
+    assert_equal(trained("gpt", 4, 2, schedule=schedule, staleness=1), alone("gpt", 4, staleness=1))
 
 
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("devices", [2, 4])
 def test_uneven_batches(schedule: str, devices: int) -> None:
     """The last batch has fewer samples than there are microbatches, or too few for the schedule."""
-    runs = []
-    for options in ({"schedule": schedule}, {}):
-        runs.append(result(fit_pipeline(make("gpt"), data("gpt", (8, 5, 8, 3, 1)), 8, devices, **options)))
-    assert_equal(*runs)
+    assert_equal(on_uneven_batches(devices, schedule=schedule), expected_on_uneven_batches(devices))
+
+
+def on_uneven_batches(devices: int, **options: Any) -> dict:
+    return result(fit_pipeline(make("gpt"), data("gpt", (8, 5, 8, 3, 1)), 8, devices, **options))
+
+
+expected_on_uneven_batches = cache(on_uneven_batches)
 
 
 @pytest.mark.parametrize("schedule", NAMES)
 def test_a_split_call_and_a_deferred_backward(schedule: str) -> None:
-    class Halves(GPT):
-        def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-            (0.5 * loss).backward()
+    assert_equal(split_and_deferred(schedule=schedule), expected_split_and_deferred())
 
-    runs = []
-    for options in ({"schedule": schedule}, {}):
-        torch.manual_seed(7)
-        model = Halves().double()
-        runs.append(result(fit_pipeline(model, data("gpt"), 4, 2, **options)))
-        runs[-1]["split"] = result(fit_pipeline(make("gpt"), data("gpt"), 4, 2, split="model", **options))
-    assert_equal(*runs)
+
+class Halves(GPT):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (0.5 * loss).backward()
+
+
+def split_and_deferred(**options: Any) -> list[dict]:
+    torch.manual_seed(7)
+    deferred = result(fit_pipeline(Halves().double(), data("gpt"), 4, 2, **options))
+    return [deferred, result(fit_pipeline(make("gpt"), data("gpt"), 4, 2, split="model", **options))]
+
+
+expected_split_and_deferred = cache(split_and_deferred)
 
 
 def test_dropout_is_the_same() -> None:
@@ -126,7 +140,7 @@ def test_dropout_is_the_same() -> None:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb1p", "dualpipe", "interleaved"])
 def test_random_delays(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reference = trained("gpt", 4, 2, schedule=schedule)
-    for repetition in range(10):
+    for repetition in range(5 * PATIENCE):
         draw = random.Random(repetition)
         monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 1e-3))
         assert_equal(trained("gpt", 4, 2, schedule=schedule), reference)
@@ -388,7 +402,7 @@ def test_a_checkpoint_in_a_layer_beside_one_that_draws(schedule: str, monkeypatc
         return result(fit_pipeline(Draws().double(), batches, 8, devices, **options))
 
     reference = run(1)
-    for repetition in range(5):
+    for repetition in range(3 * PATIENCE):
         draw = random.Random(repetition)
         monkeypatch.setattr(turnstile, "handover_hook", lambda draw=draw: time.sleep(draw.random() * 3e-4))
         assert_equal(run(3, schedule=schedule), reference)
@@ -557,12 +571,18 @@ class Counted(GPT):
 )
 def test_state_that_goes_on_from_microbatch_to_microbatch(options: dict[str, Any]) -> None:
     """Schedules with several directions or lanes take microbatches in another order."""
-    results = []
-    for devices, given in ((1, {}), (4, options)):
-        torch.manual_seed(7)
-        model = Counted().double()
-        fitted = result(fit_pipeline(model, data("gpt"), 8, devices, **given))
-        results.append((fitted, {"seen": torch.tensor(model.number), "total": model.total.compute()}))
-    for ours, expected_ in zip(*results, strict=True):
-        assert_equal(ours, expected_)
-    assert results[0][1]["seen"] == 32
+    reference = expected_counts()
+    assert_equal(counted(4, **options), reference)
+    assert reference["number"] == 32
+
+
+def counted(devices: int, **options: Any) -> dict:
+    torch.manual_seed(7)
+    model = Counted().double()
+    fitted = result(fit_pipeline(model, data("gpt"), 8, devices, **options))
+    return fitted | {"number": model.number, "total": model.total.compute()}
+
+
+@cache
+def expected_counts() -> dict:
+    return counted(1)

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from helpers import weights
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe.devices import (
     DeviceMixError,
@@ -196,6 +198,32 @@ def test_what_is_made_on_a_device_is_there(here: torch.device) -> None:
     assert torch.zeros(2, device="meta").device.index is None  # without an index it stays torch's own
 
 
+@pytest.mark.parametrize(
+    "index",
+    [
+        [1, 0], [True, False], (slice(None), [2, 0]), (0, range(2)), (1, (0, 2)), [[0, 1], [2, 0]],
+        (slice(None), [[0, 1], [2, 0]]), [], (slice(None), []), [slice(None), 1], numpy.array([1, 0]), (None, 1, ...),
+        [torch.tensor([1]), torch.tensor([2])],
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+def test_indices_of_every_kind(index: Any, here: torch.device) -> None:
+    """Torch makes tensors of lists, for 'meta' without values."""
+    x = torch.arange(24.0).reshape(2, 3, 4)
+    there, written = x.to(here), x.clone()
+    assert torch.equal(there[index].cpu(), x[index])
+    there[index] = written[index] = -1.0
+    assert torch.equal(there.cpu(), written)
+
+
+def test_a_tensor_without_values_is_refused(here: torch.device) -> None:
+    x = torch.ones(2, device=here)
+    with pytest.raises(DeviceMixError):
+        x[torch.tensor([0], device="meta")]
+    assert x.new([1.0, 2.0]).tolist() == [1.0, 2.0]
+
+
 def test_values_leave_as_from_any_device(here: torch.device) -> None:
     x = torch.tensor([[1.5, 2.5]], device=here, requires_grad=True)
     assert x.tolist() == [[1.5, 2.5]] and x[0, 0].item() == 1.5 and float(x.detach()[0, 1]) == 2.5
@@ -291,12 +319,16 @@ def test_changes_of_shape_and_memory(here: torch.device) -> None:
     assert parameter.data_ptr() == parameter.detach().view(3, 1).data_ptr() != y.data_ptr()
 
 
-def test_changes_of_several_tensors_count(here: torch.device) -> None:
-    for place in (torch.device("cpu"), here):
-        x = [torch.ones(2, device=place) for _ in range(2)]
-        torch._foreach_mul_(x, 2)
-        torch._foreach_lerp_(x, [torch.zeros(2, device=place)] * 2, 0.5)
-        assert [tensor._version for tensor in x] == [2, 2] and x[1].tolist() == [1, 1]
+@pytest.mark.parametrize("where", ["device", "host"])
+def test_changes_are_counted(where: str, here: torch.device) -> None:
+    """As without a dispatch mode: autograd, and whoever looks for changes, depends on it."""
+    x, y = (torch.ones(2, device=here if where == "device" else "cpu") for _ in range(2))
+    for number, change in enumerate(
+        (lambda: x.mul_(2), lambda: torch._foreach_lerp_([x], [y], 0.5), lambda: torch._foreach_zero_([x]))
+    ):
+        change()
+        assert x._version == number + 1
+    assert torch._foreach_add([x], [y])[0].tolist() == [1.0, 1.0] and x._version == 3
 
 
 def test_sparse_gradients(here: torch.device) -> None:
@@ -337,6 +369,26 @@ def test_random_numbers_are_the_devices_own(device: SimulatedDevice, here: torch
     assert torch.rand(3, device=here, generator=device.generator).shape == (3,)
     with pytest.raises(NotImplementedError, match="native_dropout"):
         torch.native_dropout(torch.ones(3, device=here), 0.5, True)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoints_draw_the_same_again(reentrant: bool, device: SimulatedDevice, here: torch.device) -> None:
+    x = torch.ones(200, device=here, requires_grad=True)
+    y = checkpoint(lambda x: functional.dropout(x, 0.5) * torch.rand(200).to(here), x, use_reentrant=reentrant)
+    device.generator.manual_seed(5)
+    torch.manual_seed(5)
+    before, on_host = device.generator.get_state(), torch.get_rng_state()
+    y.sum().backward()
+    assert torch.equal(x.grad.cpu(), y.detach().cpu())
+    assert torch.equal(device.generator.get_state(), before) and torch.equal(torch.get_rng_state(), on_host)
+
+
+def test_forked_random_numbers(device: SimulatedDevice, here: torch.device) -> None:
+    before = device.generator.get_state(), torch.get_rng_state()
+    with torch.random.fork_rng():
+        torch.rand(2, device=here)
+        torch.rand(2)
+    assert torch.equal(device.generator.get_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
 
 
 # --- devices are not mixed

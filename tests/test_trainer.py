@@ -29,7 +29,6 @@ from helpers import (
     trainer_for,
     weights,
 )
-from lightning.pytorch.accelerators import CUDAAccelerator
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, RichProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -890,13 +889,6 @@ def test_several_machines_are_refused() -> None:
     """Each would train for itself without a word."""
     with pytest.raises(MisconfigurationException, match="num_nodes=2"):
         L.Trainer(strategy="roundpipe", accelerator="cpu", devices=2, num_nodes=2, logger=False)
-
-
-def test_other_accelerators_are_refused() -> None:
-    """The default `accelerator="auto"` takes a GPU where there is one."""
-    strategy = RoundPipeStrategy()
-    with pytest.raises(MisconfigurationException, match=r"CUDAAccelerator. Use Trainer\(accelerator='cpu'"):
-        strategy.accelerator = CUDAAccelerator()
 
 
 def test_one_class_is_a_list_of_one() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from lightning_roundpipe.devices.base import Device, Event, Hardware, Stream
 from lightning_roundpipe.devices.cpu import copy_with_strides
+from lightning_roundpipe.devices.file_pages import release_file_pages
 
 _HOST = torch.device("cpu")
 
@@ -104,6 +105,8 @@ class AcceleratorDevice(Device):
                 for parameter in missing:
                     there = moved(parameter.detach(), self.torch_device)
                     slot[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
+                    if not parameter.requires_grad:
+                        release_file_pages([parameter])
             self._uploaded = self._parameters.record_event()
             self._wait_for_upload(self._uploaded)
         return [slot[id(parameter)][1] for parameter in parameters]

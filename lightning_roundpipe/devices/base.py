@@ -51,12 +51,25 @@ class Stream(Protocol):
         """What it is given from now on comes after the event. The host does not wait."""
 
 
+class Generator(Protocol):
+    """A device's random number generator."""
+
+    def get_state(self) -> Tensor: ...
+
+    def set_state(self, state: Tensor) -> Any: ...
+
+    def manual_seed(self, seed: int) -> Any: ...
+
+
 class Hardware(Protocol):
     """An accelerator."""
 
     name: str
     torch_device: torch.device
-    generator: torch.Generator
+
+    @property
+    def generator(self) -> Generator:
+        """The one that layers draw from."""
 
     def stream(self, name: str) -> Any:
         """A new stream."""

@@ -24,12 +24,12 @@ from weakref import WeakValueDictionary
 import numpy
 import torch
 from torch import Tensor
-from torch.autograd.graph import increment_version
 from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
+from lightning_roundpipe.devices.simulated_random import keep_random_states
 from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses, current_stream
 
 _aten = torch.ops.aten
@@ -124,6 +124,16 @@ class SimulatedDevice:
 _devices: dict[int, SimulatedDevice] = {}
 
 
+def _generators() -> dict[int, torch.Generator]:
+    """Those that exist for this thread."""
+    if not getattr(_thread, "simulating", False):
+        return {}
+    return {index: device.generator for index, device in _devices.items()}
+
+
+keep_random_states(_generators)
+
+
 def simulated_device(device: torch.device) -> SimulatedDevice:
     """The device with an index; made, without limits, where there is none yet."""
     assert device.type == "meta" and device.index is not None
@@ -199,6 +209,15 @@ class SimulatedTensor(Tensor):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self.data_on_host, self.home, self.block = value.data_on_host, value.home, value.block
 
+    def new(self, *args: Any, **kwargs: Any) -> Any:
+        return self.data_on_host.new(*args, **kwargs).to(self.device)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return super().__getitem__(_index_of_tensors(index))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(_index_of_tensors(index), value)
+
     def record_stream(self, stream: Any) -> None:
         """Tells the allocator that a stream uses the tensor."""
         self.block.recorded.add(stream)
@@ -225,6 +244,29 @@ class SimulatedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         parameter = isinstance(self, torch.nn.Parameter)
         return _rebuild, (self.detach().cpu(), self.home.index, self.requires_grad, parameter)
+
+
+_NUMBERS = (int, numpy.integer, numpy.bool_)
+
+
+def _index_of_tensors(index: Any) -> Any:
+    """An index with host tensors for lists of numbers: for ``meta`` torch makes tensors without values of them."""
+    is_one = isinstance(index, list) and all(isinstance(item, _NUMBERS) for item in index)
+    if isinstance(index, (tuple, list)) and not is_one:
+        return tuple(map(_list_to_tensor, index))
+    return _list_to_tensor(index)
+
+
+def _list_to_tensor(item: Any) -> Any:
+    if not _holds_numbers(item):
+        return item
+    return torch.tensor(item, device="cpu", dtype=None if item else torch.long)
+
+
+def _holds_numbers(item: Any) -> bool:
+    return isinstance(item, (list, tuple, range)) and all(
+        isinstance(part, _NUMBERS) or _holds_numbers(part) for part in item
+    )
 
 
 def _rebuild(data: Tensor, index: int, requires_grad: bool, parameter: bool) -> Tensor:
@@ -300,13 +342,8 @@ _DRAW_NOTHING = {_aten._fused_sdp_choice.default}
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = _run_where_it_belongs(func, args, kwargs)
-    if func._schema.name.startswith("aten::_foreach_") and func._schema.name.endswith("_"):
-        increment_version(args[0])  # which torch leaves to the kernel that no mode has seen
-    return result
-
-
-def _run_where_it_belongs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if _schema(func).is_foreach:  # below a dispatch mode, torch's own counting of changes does not come about
+        torch.autograd.graph.increment_version(args[0])
     on_devices = list(_tensors((*args, *kwargs.values()), SimulatedTensor))
     target = kwargs.get("device")
     goes_to_device = target is not None and _is_simulated(torch.device(target))
@@ -405,6 +442,8 @@ class _Schema:
     pointwise: bool
     is_view: bool
     """Whether it only looks at its argument in another way."""
+    is_foreach: bool
+    """Whether it changes the tensors of a list, its first argument."""
 
 
 @cache
@@ -419,6 +458,7 @@ def _schema(func: Any) -> _Schema:
         next((i for i, argument in enumerate(arguments) if argument.name == "generator"), None),
         torch.Tag.pointwise in func.tags,
         views and not writes,
+        writes == [0] and func._schema.name.startswith("aten::_foreach_"),
     )
 
 
@@ -458,9 +498,12 @@ def _home(
     may_be_on_host = {id(index) for index in args[1] if index is not None} if func in _INDEXED else set()
     written = {id(tensor) for tensor in _tensors([args[i] for i in schema.written if i < len(args)], Tensor)}
     for tensor in _tensors((*args, *kwargs.values()), Tensor):
-        if isinstance(tensor, SimulatedTensor) or id(tensor) in may_be_on_host:
+        if isinstance(tensor, SimulatedTensor):
             continue
-        is_number = tensor.dim() == 0 and tensor.device.type == "cpu" and id(tensor) not in written
+        on_host = tensor.device.type == "cpu"
+        if on_host and id(tensor) in may_be_on_host:
+            continue
+        is_number = on_host and tensor.dim() == 0 and id(tensor) not in written
         if not (is_number and (schema.pointwise or func in _TAKE_SCALARS)):
             raise _mixed(func, home, tensor)
     return home

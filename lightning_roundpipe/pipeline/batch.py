@@ -33,6 +33,8 @@ class Microbatch:
         self.index = index
         self.calls: list[Call] = []
         self.sequence: list[int] = []
+        self.ran_on: dict[int, set[int]] = {}
+        """The devices that each layer, by index, has run on in the forward."""
         self.position = 0
         self.stage = -1
         """The last stage that was entered, forward and backward stages counted on."""

@@ -91,6 +91,7 @@ class LayerCalls(CallOwner):
             self._turns.enter_forward(microbatch, call)
             device = self._devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
+            microbatch.ran_on.setdefault(layer.index, set()).add(microbatch.device)
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
             device.begin_call(_stage(microbatch, number))
@@ -155,11 +156,22 @@ class LayerCalls(CallOwner):
             )
         with handling_no_calls(), microbatch.outside.paused():
             call, grad = self._make_call(microbatch, layer, args, kwargs)
-            run = call.run(self._devices[microbatch.device], Mode.DROP if grad else Mode.PLAIN)
+            run = call.run(self._device_of(microbatch, layer), Mode.DROP if grad else Mode.PLAIN)
             escaped = call.link(run, self, microbatch.token)
         self._deliver(microbatch, call, run, escaped)
         run_hooks(layer, escaped)
         return escaped.output
+
+    def _device_of(self, microbatch: Microbatch, layer: Layer) -> Device:
+        """Where a layer ran that a checkpoint runs again: it expects its tensors where they were."""
+        ran_on = microbatch.ran_on.get(layer.index, {microbatch.device})
+        if len(ran_on) > 1 and not self._devices[0].is_host:
+            raise RuntimeError(
+                f"{layer.label}: a checkpoint runs it again that is called several times in a step, on several devices,"
+                " and so cannot tell on which. Checkpoint nothing but whole layers (the pipeline recomputes them"
+                " anyway), or train on one device."
+            )
+        return self._devices[next(iter(ran_on))]
 
     def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
         """The backward of one layer call; runs when autograd comes to its node."""

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.replica import Layer
-from lightning_roundpipe.pipeline.tape import Call, graph_leaves
+from lightning_roundpipe.pipeline.tape import Call, reached_by
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
@@ -46,7 +47,7 @@ class Collector:
     def count_calls(self, microbatch: Microbatch, roots: Sequence[Tensor]) -> None:
         """After the forward: which units get gradients, from how many calls. The others are finished."""
         units = self._store.units
-        for leaf in graph_leaves(roots, through_calls=True)[0]:
+        for leaf in reached_by(roots, through_calls=True).leaves:
             if isinstance(leaf, nn.Parameter) and self._store.owns(leaf):
                 self._note_use_past_us(microbatch, leaf)
         microbatch.units_left = set(units)
@@ -95,7 +96,8 @@ class Collector:
             # Hooks are to see each microbatch's gradient.
             if summed and alone and gradient.layout == torch.strided and not parameter._backward_hooks:
                 if id(parameter) not in microbatch.frozen:
-                    batch.gradients.add_on_device(call.position, parameter, gradient, device)  # type: ignore[union-attr, arg-type]
+                    with asking_for("gradients"):
+                        batch.gradients.add_on_device(call.position, parameter, gradient, device)  # type: ignore[union-attr, arg-type]
             else:
                 others.append((parameter, device.to_host(gradient)))
         return others

@@ -48,7 +48,7 @@ def find_layers(root: nn.Module, spec: LayerSpec | None = None) -> dict[str, nn.
             return
         if module in seen or not (_callable(module) or _holds_modules(module)):
             return
-        if _holds_script(module):  # a script cannot be replicated, nor can what holds one
+        if names_of_scripts(module):  # a script cannot be replicated, nor can what holds one
             seen.add(module)
             descend(name, module)
             return
@@ -93,9 +93,13 @@ def _holds_modules(module: nn.Module) -> bool:
     return next(module.children(), None) is not None
 
 
-def _holds_script(module: nn.Module) -> bool:
-    """Whether there is a script with tensors of its own in it. One without may stay where it is, in a replica, too."""
-    return any(isinstance(part, torch.jit.ScriptModule) and _worth_moving(part) for part in module.modules())
+def names_of_scripts(module: nn.Module) -> list[str]:
+    """The scripts with tensors of their own in a module. One without may stay where it is, in a replica, too."""
+    return [
+        name
+        for name, part in module.named_modules()
+        if isinstance(part, torch.jit.ScriptModule) and _worth_moving(part)
+    ]
 
 
 def _contains(module: nn.Module, chosen: set[nn.Module]) -> bool:

@@ -50,7 +50,8 @@ class CastWatch(TorchDispatchMode):
 
 
 def half_parameters(layers: Iterable[Layer], used_outside: Container[int]) -> dict[nn.Parameter, torch.dtype]:
-    """Parameters that every layer holding them takes in half precision, and that nothing else uses.
+    """Trained parameters that every layer holding them takes in half precision, and that nothing else uses. A frozen
+    one, which may be mapped from a file that is larger than memory, is not copied: it is cast where it is used.
 
     Args:
         layers: All layers.
@@ -64,7 +65,7 @@ def half_parameters(layers: Iterable[Layer], used_outside: Container[int]) -> di
     return {
         parameter: dtype
         for parameter, (dtype, *others) in votes.items()
-        if dtype is not None and not others and id(parameter) not in used_outside
+        if parameter.requires_grad and dtype is not None and not others and id(parameter) not in used_outside
     }
 
 

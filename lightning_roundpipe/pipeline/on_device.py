@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.replica import AttributeState
 
 Buffers = list[dict[str, Tensor | None]]
@@ -58,7 +59,8 @@ class OnDevice:
         """Host tensors, what stands for them on the device, and its version."""
         self._of_host: dict[int, Tensor] = {}
         self._host_buffers = buffers
-        self.parameters = device.upload(parameters)
+        with asking_for("parameters"):
+            self.parameters = device.upload(parameters)
         self._changing += [(x, y, y._version) for x, y in zip(parameters, self.parameters, strict=True)]
         self.buffers = [
             {name: None if buffer is None else self._up(buffer) for name, buffer in items.items()} for items in buffers

@@ -6,6 +6,7 @@ and devices at once while the user's modules stay as they are.
 
 import functools
 import operator
+import sys
 import types
 import weakref
 from collections import OrderedDict
@@ -282,7 +283,7 @@ class Layer:
 
     def give_back(self, replica: "Replica") -> None:
         replica.release()
-        if not replica.watched:
+        if replica.can_be_reused():
             self._free.append(replica)
 
     def module_index(self, value: object) -> int | None:
@@ -435,6 +436,8 @@ class Replica:
         self._compiled_inside: dict[int, tuple[Any, Any]] = {}
         self._holding: list[Any] = []
         self._held: set[int] = set()
+        self._references_at_first = self._references = self._count_references()
+        """How many hold each shell, and how many do when a call begins."""
         self.hook_calls: list[HookCall] = []
         self.norm_statistics: list[NormStatistics] = []
 
@@ -469,8 +472,8 @@ class Replica:
         if special or state is not self._state:
             self._load_attributes(state)
         self._state = None if special else state
-        for shell, its_buffers in zip(self.shells, buffers, strict=True):
-            shell.__dict__["_buffers"] = its_buffers
+        for present, its_buffers in zip([shell.__dict__ for shell in self.shells], buffers, strict=True):
+            present["_buffers"] = its_buffers
         for i, key, index in layer.parameter_slots:
             self._parameters[i][key] = None if index is None else parameters[index]
         for (i, key), value in copies.items():
@@ -489,6 +492,7 @@ class Replica:
         self._original = Items([shell.__dict__ for shell in self.shells])
         self._parameters_at_first = Items(self._parameters)
         self._tensors = {id(tensor): layer.parameters[i] for i, tensor in enumerate(parameters)}
+        self._references = self._count_references()
 
     def _is_special(self, state: AttributeState) -> bool:
         """Whether what is loaded depends on more than the attributes, or should not be kept alive for another call."""
@@ -515,6 +519,18 @@ class Replica:
             else:
                 self.shells[0].__dict__["forward"] = layer.own_forward
 
+    def is_held(self) -> bool:
+        """Whether the call has made something that holds a shell and may outlast it, such as a hook on a gradient."""
+        return self._count_references() != self._references
+
+    def can_be_reused(self) -> bool:
+        """After its release. Compiled code, which may hold it for good, has no other business with it."""
+        compiled = self._code is not None or bool(self._compiled_inside)
+        return not self.watched and (compiled or not self.is_held())
+
+    def _count_references(self) -> list[int]:
+        return list(map(sys.getrefcount, self.shells))
+
     def release(self) -> None:
         """Drops what belongs to the call: a shell in waiting keeps no tensors alive."""
         if self._state is None or not self._original.same([shell.__dict__ for shell in self.shells]):
@@ -532,6 +548,7 @@ class Replica:
         self._held = set()
         self._tensors = {}
         self._made = {}
+        self._references = self._references_at_first
         self.hook_calls = []
         self.norm_statistics = []
 

@@ -9,9 +9,11 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.out_of_memory import release_frames
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.call_split import CallSplit
@@ -117,6 +119,7 @@ class Pipeline:
         )
         self._steps = Steps(
             self.devices,
+            self.layers,
             self.monitor,
             self.store,
             turns,
@@ -323,6 +326,8 @@ class Pipeline:
         self._collector.close()
         self._planning.close()
         self.batch = None
+        if isinstance(self.monitor.failure, torch.OutOfMemoryError):
+            release_frames(self.monitor.failure)
 
     # -- questions -------------------------------------------------------------------------------------------------
 

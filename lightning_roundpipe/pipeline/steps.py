@@ -17,6 +17,8 @@ from lightning_roundpipe.pipeline.collecting import Collector
 from lightning_roundpipe.pipeline.compiling import before_compiling
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.interception import handling_calls, splitting_calls
+from lightning_roundpipe.pipeline.out_of_memory import describe
+from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.stand_ins import StandIns
 from lightning_roundpipe.pipeline.strays import Strays
 from lightning_roundpipe.pipeline.turns import Turns
@@ -35,6 +37,7 @@ class Steps:
 
     Args:
         devices: The devices.
+        layers: All layers.
         monitor: Told of what fails.
         store: The parameters.
         turns: Who may go on.
@@ -48,6 +51,7 @@ class Steps:
     def __init__(
         self,
         devices: Sequence[Device],
+        layers: Sequence[Layer],
         monitor: Monitor,
         store: ParameterStore,
         turns: Turns,
@@ -58,6 +62,7 @@ class Steps:
         collector: Collector,
     ) -> None:
         self._devices = devices
+        self._layers = layers
         self._on_host = all(device.is_host for device in devices)
         self._monitor = monitor
         self._store = store
@@ -115,13 +120,15 @@ class Steps:
         with presenting(microbatch):
             before_compiling(lambda: self._handover.hold_to_compile(microbatch))
             try:
-                with self._among_devices(microbatch):
+                with self._among_devices():
                     yield
             except Cancelled:
                 microbatch.drop()  # the thread that failed holds the error
             except BaseException as error:
                 where = f"; {microbatch.where}" if microbatch.where else ""
                 error.add_note(f"roundpipe: {microbatch.label}{where}; phase {microbatch.phase}")
+                if isinstance(error, torch.OutOfMemoryError):
+                    error.add_note(describe(error, microbatch, self._layers, self._store))
                 if microbatch.batch.microbatches > 1 and "more than 1 value per channel" in str(error):
                     error.add_note(
                         "roundpipe: BatchNorm cannot normalize a microbatch of a single sample. Set fewer"
@@ -133,12 +140,12 @@ class Steps:
                 before_compiling(None)
 
     @contextmanager
-    def _among_devices(self, microbatch: Microbatch) -> Iterator[None]:
+    def _among_devices(self) -> Iterator[None]:
         """Tensors are where the microbatch's layers have run, and what it brings is not."""
         if self._on_host:
             yield
             return
-        with self._devices[0].in_thread(), Strays(lambda: self._devices[microbatch.device].torch_device):
+        with self._devices[0].in_thread(), Strays():
             yield
 
     def _forward(
@@ -200,7 +207,10 @@ class Steps:
     def _run_backward(self, roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         if self._on_host:
             torch.autograd.backward(roots, seeds)
-        else:  # which is a torch function itself, so that stray tensors in it would not be moved
+            return
+        # Autograd has a thread for each device. A call that waited for its turn in it would let all others wait, too.
+        with torch.autograd.set_multithreading_enabled(False):
+            # Not `torch.autograd.backward`, a torch function: stray tensors in it would not be moved.
             _engine_run_backward(tuple(roots), tuple(seeds), False, False, (), True, accumulate_grad=True)
 
     def _end(self, microbatch: Microbatch) -> None:

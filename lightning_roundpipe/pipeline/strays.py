@@ -5,11 +5,14 @@ it brings itself (masks that it makes, attributes, labels) lies on the host, or 
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.autograd import Function, _make_grads
+from torch.autograd.graph import _engine_run_backward
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lightning_roundpipe.pipeline.watching import OF_ALL_MODULES
 
@@ -19,33 +22,35 @@ _JOINING = {
 }  # fmt: skip
 """They take no host tensor for a number."""
 _IN_ITS_PLACE = {"__setitem__", "__getitem__"}
-_MOVING = {"to", "copy_", "cpu", "cuda", "type", "type_as", "__set__", "set_", "backward"}
+_MOVING = {"to", "copy_", "cpu", "cuda", "type", "type_as", "__set__", "set_"}
+_SEEDS = {torch.autograd.grad: "grad_outputs", Tensor.backward: "gradient"}
+"""What differentiates, and the name of the gradients that it begins with: each of them where its tensor is."""
 
 
 class Strays(TorchFunctionMode):
-    """Lets operations have all their tensors on one device: where what they change is, or else where all of them are
-    that are on devices, or else on the current one.
+    """Lets operations have all their tensors on one device: where what they change is, or else where the first of them
+    is that is on a device. A checkpoint that runs code again thus finds everything where it was."""
 
-    Args:
-        current: The current device.
-    """
-
-    def __init__(self, current: Callable[[], torch.device]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._current = current
+        _watch_custom_functions()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward:
+            with self:  # a torch function by itself: without this, no stray tensor would be moved in it
+                return _backward(*args, **kwargs)
         found = list(_tensors((*args, *kwargs.values())))
         if len(found) < 2:
             return func(*args, **kwargs)
         devices = {tensor.device for tensor in found}
         if len(devices) == 1 or (name := getattr(func, "__name__", "")) in _MOVING:
             return func(*args, **kwargs)
-        others = {device for device in devices if device.type != "cpu"}
-        target = others.pop() if len(others) == 1 else self._current()
+        if (seeds := _SEEDS.get(func)) is not None:
+            return func(*args, **{**kwargs, seeds: _move_to_each(kwargs.get(seeds), args[0])})
+        target = next(tensor.device for tensor in found if tensor.device.type != "cpu")
         if isinstance(kwargs.get("out"), Tensor):
             target = kwargs["out"].device
         elif isinstance(args[0], Tensor) and (name in _IN_ITS_PLACE or _is_in_place(name)):
@@ -53,6 +58,34 @@ class Strays(TorchFunctionMode):
         numbers = func not in _JOINING and target.type != "cpu"  # which the host may have
         args = tuple(_move(item, target, numbers) for item in args)
         return func(*args, **{key: _move(item, target, numbers) for key, item in kwargs.items()})
+
+
+@cache
+def _watch_custom_functions() -> None:
+    """From now on, custom autograd functions among strays get what they differentiate on one device, too: a gradient
+    must be where its input is, and no mode sees the call."""
+    apply = Function.__dict__["apply"].__func__
+
+    def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(mode, Strays) for mode in _get_current_function_mode_stack()):
+            on_devices = [arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
+            if on_devices:
+                args = tuple(
+                    arg.to(on_devices[0]) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args
+                )
+        return apply(cls, *args, **kwargs)
+
+    Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
+
+
+def _backward(
+    tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
+) -> None:
+    """``torch.autograd.backward``, with each gradient moved to where its tensor is."""
+    gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(tensors)
+    seeds = _make_grads(tensors, _move_to_each(gradients, tensors), is_grads_batched=False)
+    keep = create_graph if retain_graph is None else retain_graph
+    _engine_run_backward(tensors, seeds, keep, create_graph, tuple(inputs or ()), True, accumulate_grad=True)
 
 
 def bring_home(root: nn.Module, home: torch.device) -> None:
@@ -88,6 +121,15 @@ def _move(item: Any, target: torch.device, numbers: bool) -> Any:
         return item if stays else item.to(target)
     if type(item) in (list, tuple):
         return type(item)(_move(part, target, numbers) for part in item)
+    return item
+
+
+def _move_to_each(item: Any, tensors: Any) -> Any:
+    """Values, each to where its tensor is."""
+    if isinstance(item, Tensor):
+        return item.to(tensors.device if isinstance(tensors, Tensor) else tensors[0].device)
+    if type(item) in (list, tuple):
+        return type(item)(map(_move_to_each, item, tensors))
     return item
 
 

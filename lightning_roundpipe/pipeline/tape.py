@@ -11,14 +11,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward
+from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.arguments import Built, Structure
 from lightning_roundpipe.pipeline.compiling import CompiledKind
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
@@ -26,6 +28,7 @@ from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.on_device import OnDevice
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
+from lightning_roundpipe.pipeline.saved import Complete, Graph, MissingTensors
 from lightning_roundpipe.pipeline.watching import contents_of_function, copy_of, gradients_in, same
 from lightning_roundpipe.pipeline.weight_gradients import DeferredWeights
 
@@ -66,6 +69,7 @@ class Run:
         "edges",
         "held",
         "hook_calls",
+        "is_plain",
         "norm_statistics",
         "parameters",
         "returned",
@@ -83,6 +87,7 @@ class Run:
         changed: Collection[int],
         held: list[Tensor],
         parameters: Sequence[Tensor],
+        is_plain: bool,
     ) -> None:
         self.structure = structure
         self.built = built
@@ -98,6 +103,8 @@ class Run:
         self.norm_statistics: list[NormStatistics] = replica.norm_statistics
         self.parameters = parameters
         """The tensors that it has computed with, on its device."""
+        self.is_plain = is_plain
+        """Whether nothing has come out of it but what it returned, and nothing in its graph holds the replica."""
         self.used: set[int] = set()
         """The inputs with gradients, by number, that the outputs depend on."""
 
@@ -177,7 +184,11 @@ class Call:
         self._parameter_kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.gradient_inputs: list[int] = []
         self.input_devices: list[torch.device] = []
-        self.kept: Run | None = None
+        self.kept: Graph | None = None
+        """Of the run that is not repeated."""
+        self._incomplete: Graph | None = None
+        """Of the first run, where only what is missing in it is computed again."""
+        self._missing: MissingTensors | None = None
         self.differentiable: list[int] = []
         self.deferred: DeferredWeights | None = None
         """Collects weight gradients that the backward leaves for later."""
@@ -234,6 +245,8 @@ class Call:
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         if watch is None:  # which sees nothing of compiled code
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
+        if mode == Mode.DROP and not self.is_new and device.is_host and not (self.compiled or traits.compiles):
+            self._missing = MissingTensors(_escaped(self.label))
         replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
             with watch or nullcontext():
@@ -259,8 +272,8 @@ class Call:
                 f"{self.label}: gradients are disabled where it is called, and enabled again inside it. Call it with"
                 " gradients enabled, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
             )
-        if mode == Mode.KEEP or reaches_out:
-            self.kept = run
+        keeps = mode == Mode.KEEP or reaches_out
+        if keeps:
             self._replica = replica
         else:
             layer.give_back(replica)
@@ -281,20 +294,29 @@ class Call:
         if self.is_new and mode == Mode.DROP:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
-        self._trace(run)
+        plain = self._trace(run)
+        if keeps:
+            self.kept = Graph([run.leaves[i] for i in self.differentiable], run.edges, run.parameters)
+        elif self._missing is not None and plain and run.is_plain:
+            outputs = [get_gradient_edge(run.leaves[i]) for i in self.differentiable]
+            self._incomplete = Graph(outputs, run.edges, run.parameters)
         if not device.is_host:
             device.outlasting(run.leaves if self.kept is None else [*run.leaves, *run.parameters])
             if mode == Mode.DROP:
                 run.let_go(self.differentiable)
         return run
 
-    def _trace(self, run: Run) -> None:
-        """Finds which outputs may have a gradient, and which inputs they depend on."""
+    def _trace(self, run: Run) -> bool:
+        """Finds which outputs may have a gradient, and which inputs they depend on. Returns whether there is nothing
+        but torch's own operations in between."""
         unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
         self.differentiable = [i for i, leaf in enumerate(run.leaves) if i not in unchanged and _has_graph(leaf)]
-        if self.differentiable:
-            reached, calls, run.used = graph_leaves([run.leaves[i] for i in self.differentiable], run.edges)
-            self._find_foreign_parameters(run, reached, calls)
+        if not self.differentiable:
+            return True
+        reached = reached_by([run.leaves[i] for i in self.differentiable], run.edges)
+        run.used = reached.entry
+        self._find_foreign_parameters(run, reached.leaves, reached.calls)
+        return not reached.has_python
 
     def _note_changed_attributes(self, before: dict[tuple[int, str], list[Any]]) -> None:
         """Finds the lists, dicts and objects in which the call of a new layer has changed something."""
@@ -325,8 +347,7 @@ class Call:
         self._watch_aliases([new[i] for i in self.differentiable], given)
         self.arguments.leaves = []  # the saved inputs are all that is kept
         escaped = Escaped(run.structure.tree(new))
-        if self.kept is None:
-            run.structure.leaves = []
+        run.structure.leaves = []
         if self.record:
             self.layer.traits.escapes |= escaped.ways(self.layer)
         return escaped
@@ -468,10 +489,13 @@ class Call:
         if defers and parameters and self.kept is None and not compiled:
             self.deferred = DeferredWeights()
         try:
-            run = self.kept if self.kept is not None else self._run_again(device)
+            graph = self.kept if self.kept is not None else self._run_again(device)
             self.kept = None
-            return self._differentiate(run, device, gradients, parameters)
+            with asking_for("gradients"):
+                return self._differentiate(graph, device, gradients, parameters)
         finally:
+            if self._missing is not None:
+                self._missing.clear()
             if self._replica is not None:
                 self.layer.give_back(self._replica)
                 self._replica = None
@@ -485,18 +509,23 @@ class Call:
         return [(masters[id(leaf)], device.to_host(gradient)) for leaf, gradient in deferred.gradients()]
 
     def _differentiate(
-        self, run: Run, device: Device, gradients: Sequence[Tensor | None], parameters: bool
+        self, graph: Graph, device: Device, gradients: Sequence[Tensor | None], parameters: bool
     ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
-        outputs, seeds = [], []
-        for i, gradient in zip(self.differentiable, gradients, strict=True):
-            output = run.leaves[i]
-            if gradient is not None and output.requires_grad:
+        outputs: list[Tensor | GradientEdge] = []
+        seeds: list[Tensor] = []
+        for output, gradient in zip(graph.outputs, gradients, strict=True):
+            if gradient is None:
+                continue
+            if isinstance(output, GradientEdge):
+                outputs.append(output)
+                seeds.append(gradient)
+            elif output.requires_grad:
                 outputs.append(output)
                 seeds.append(device.to_device(gradient))
-        targets: list[Any] = list(run.edges)
+        targets: list[Any] = list(graph.inputs)
         masters: list[Tensor] = []
         if parameters:
-            for master, leaf in zip(self.layer.parameters, run.parameters, strict=True):
+            for master, leaf in zip(self.layer.parameters, graph.parameters, strict=True):
                 if leaf.requires_grad:
                     masters.append(master)
                     targets.append(leaf)
@@ -504,7 +533,7 @@ class Call:
             masters += foreign
             targets += foreign
         if not outputs or not targets:
-            return [None] * len(run.edges), []
+            return [None] * len(graph.inputs), []
         with device.running():
             device.begin_gradients()
             try:
@@ -530,13 +559,17 @@ class Call:
                 raise
             inputs = [
                 gradient if gradient is None else device.send(gradient, place)
-                for gradient, place in zip(found[: len(run.edges)], self.input_devices, strict=True)
+                for gradient, place in zip(found[: len(graph.inputs)], self.input_devices, strict=True)
             ]
-            of_masters = found[len(run.edges) : len(run.edges) + len(masters)]
+            of_masters = found[len(graph.inputs) : len(graph.inputs) + len(masters)]
             return inputs, [(m, g) for m, g in zip(masters, of_masters, strict=True) if g is not None]
 
-    def _run_again(self, device: Device) -> Run:
+    def _run_again(self, device: Device) -> Graph:
         layer = self.layer
+        if self.deferred is not None:  # needs operations of another kind in the graph
+            self._missing = self._incomplete = None
+        elif self._incomplete is not None and not self._missing:
+            return self._incomplete  # for addition, or an average, the gradient is enough
         for i, tensor, version in self._versions:
             if tensor._version != version:
                 self._found_input_change(i, "an argument was changed in place after the call")
@@ -554,17 +587,30 @@ class Call:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
         self._replica = layer.borrow()
         execute = partial(self._execute, self._replica, device, self._saved, buffers, Mode.KEEP, first=False)
-        run = self.context.run(execute)  # the caller's context variables may have other values by now
+        run = None
+        try:
+            run = self.context.run(execute)  # the caller's context variables may have other values by now
+        except (Complete, Exception):  # a script, or the layer itself, may have made another one of it
+            if self._incomplete is None or self._missing is None or not self._missing.ended:
+                raise
         self._saved = []
         self._buffers = None
         self._copies = {}
+        if self._incomplete is not None:
+            assert self._missing is not None
+            self._missing.check()
+            if self._missing.difference is not None:
+                raise RecomputeError(self._mismatch(self._missing.difference))
+            graph, self._incomplete = self._incomplete, None
+            return graph
+        assert run is not None
         if len(run.leaves) != self.leaf_count:
             raise RecomputeError(self._mismatch(f"{len(run.leaves)} values came out instead of {self.leaf_count}"))
         if self.fingerprints is not None:
             again = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
             if len(again) != len(self.fingerprints) or not all(map(Fingerprint.matches, self.fingerprints, again)):
                 raise RecomputeError(self._mismatch("the values differ"))
-        return run
+        return Graph([run.leaves[i] for i in self.differentiable], run.edges, run.parameters)
 
     def _same_in_half(self, device: Device, buffers: list[dict[str, Tensor | None]]) -> bool:
         """Warm-up: whether the layer gives the very same bits with those parameters in half precision."""
@@ -634,14 +680,14 @@ class Call:
         versions: list[tuple[int, int]] = []
         grad = _NOTHING if mode == Mode.PLAIN else torch.enable_grad()
         deferring = _NOTHING if first else self.deferred or _NOTHING
-        with device.running(), self.autocast.again(), grad, self._saving(mode), deferring:
+        with device.running(), self.autocast.again(), grad, self._saving(mode, first=first), deferring:
             inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             if mode != Mode.PLAIN:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
                     entered = _enter_call(self.label, _LEAF, *(inputs[i] for i in self.gradient_inputs))
-                    edges = _edges(entered, lasting=mode == Mode.KEEP)
+                    edges = _edges(entered, lasting=mode == Mode.KEEP or self._missing is not None)
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
             if mode != Mode.PLAIN or not device.is_host:
@@ -693,12 +739,16 @@ class Call:
             others = (hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
             escaped = (output, *others) if any(others) else (output,)
             structure = Structure(escaped, built.originals())
-            return Run(structure, built, edges, replica, inputs, changed, held, there.parameters)
+            is_plain = not any(others) and not replica.is_held()
+            return Run(structure, built, edges, replica, inputs, changed, held, there.parameters, is_plain)
 
-    def _saving(self, mode: str) -> AbstractContextManager[Any]:
+    def _saving(self, mode: str, *, first: bool) -> AbstractContextManager[Any]:
         """What autograd's graph of the call saves."""
         if mode == Mode.DROP:
-            return saving_nothing(self.label)
+            return saving_nothing(self.label) if self._missing is None else self._missing.leaving_out()
+        if self._incomplete is not None and not first:
+            assert self._missing is not None
+            return self._missing.filling_in()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
             return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
@@ -908,16 +958,28 @@ class AutocastState:
         return stack
 
 
-def graph_leaves(
+class Reached(NamedTuple):
+    """What some tensors' graph leads to."""
+
+    leaves: list[Tensor]
+    """The tensors that it accumulates gradients into."""
+    calls: list[Any]
+    """The nodes of calls."""
+    entry: set[int]
+    """Which of the entry's outputs, by number, it ends at."""
+    has_python: bool
+    """Whether there are functions written in Python, besides calls."""
+
+
+def reached_by(
     outputs: Sequence[Tensor], entry: Sequence[GradientEdge] = (), *, through_calls: bool = False
-) -> tuple[list[Tensor], list[Any], set[int]]:
-    """What the outputs' graph leads to: the leaf tensors that it accumulates gradients into, the nodes of calls, and
-    which of the entry's outputs, by number, where it ends.
-    """
+) -> Reached:
+    """Walks through the graph of some tensors, up to an entry."""
     start = entry[0].node if entry else None
     leaves: list[Tensor] = []
     calls: list[Any] = []
     used: set[int] = set()
+    kinds: set[type] = set()
     seen: set[Node] = set()
     leaves += [output for output in outputs if output.grad_fn is None]
     stack: list[tuple[Node | None, int]] = [(output.grad_fn, output.output_nr) for output in outputs]
@@ -930,6 +992,7 @@ def graph_leaves(
             continue
         seen.add(node)
         kind = type(node)
+        kinds.add(kind)
         if kind is _OF_CALL:
             calls.append(node)
             if not through_calls:
@@ -937,4 +1000,4 @@ def graph_leaves(
         elif kind is _OF_LEAF:
             leaves.append(node.variable)  # type: ignore[attr-defined]
         stack += node.next_functions
-    return leaves, calls, used
+    return Reached(leaves, calls, used, any(issubclass(kind, BackwardCFunction) for kind in kinds))

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from functools import partial
 
+import torch
+
 from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices.out_of_memory import remedies
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.measuring import Measured
 from lightning_roundpipe.pipeline.threads import Threads
@@ -63,4 +66,6 @@ class WeightActions:
             pass  # the thread that failed holds the error
         except BaseException as error:
             error.add_note(f"roundpipe: {where} {self._devices[device].name}; phase weight gradients")
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(f"roundpipe: {remedies('gradients', batch.microbatches)}")
             self._monitor.fail(error, batch.number)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -53,7 +53,7 @@ class DeferredWeights(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def differentiate(
-        self, outputs: Sequence[Tensor], targets: Sequence[Any], seeds: Sequence[Tensor]
+        self, outputs: Sequence[Tensor | GradientEdge], targets: Sequence[Any], seeds: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
         """As :func:`torch.autograd.grad`, with the mode in force: a checkpoint in the layer runs part of it again."""
         with self:

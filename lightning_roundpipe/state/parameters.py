@@ -252,15 +252,18 @@ class ParameterStore:
                     leaves[id(parameter)] = nn.Parameter(leaf.detach(), requires_grad=parameter.requires_grad)
 
     def stale_values(self) -> dict[str, Tensor]:
-        """Staleness 1: the values that the next batch computes with, by parameter name."""
+        """Staleness 1: the values that the next batch computes with, by parameter name. Those that have one value only,
+        the master's, are not among them."""
         version = self.version_for_next_batch()
-        return {self._names[id(p)]: self.leaf(p, version).detach().clone() for p in self.parameters()}
+        versioned = filter(self.keeps_versions, self.parameters())
+        return {self._names[id(p)]: self.leaf(p, version).detach().clone() for p in versioned}
 
     def load_stale_values(self, values: dict[str, Tensor]) -> None:
         """Staleness 1, before the first batch: makes these the version before the masters'."""
         with torch.no_grad():
             for parameter in filter(self.keeps_versions, self.parameters()):
-                self._leaves[0][id(parameter)].copy_(values[self._names[id(parameter)]])
+                stale = values.get(self._names[id(parameter)], parameter)  # unfrozen since
+                self._leaves[0][id(parameter)].copy_(stale)
                 self._leaves[1][id(parameter)].copy_(parameter)
         with self._monitor.lock:
             self.enqueued = 1

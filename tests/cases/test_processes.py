@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -108,6 +109,48 @@ def test_one_average_the_same_on_both(pair: Together, way: Way, accumulate: int)
     """Ranks drift apart, a sum in place of the mean, or a hang."""
     for result in pair.run(each_calls_another_layer, way, accumulate):
         assert result == ([-4.0, -1.0, -3.0, 0.0], 4.0, None)
+
+
+class FrozenOnFile(L.LightningModule):
+    """The weights of a frozen layer are mapped from a file; `changed` of them are not what the file says."""
+
+    def __init__(self, path: str, changed: bool) -> None:
+        super().__init__()
+        self.net, self.base = lin(0), nn.Linear(256, 256, bias=False)
+        state = torch.load(path, mmap=True)
+        if changed:
+            state["weight"][128, 0] = 5.0
+        self.base.load_state_dict(state, assign=True)
+        self.base.requires_grad_(False)
+
+    def training_step(self, x: Tensor, batch_idx: int) -> Tensor:
+        return self.net(x).mean() + self.base.weight[128, 0]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=1.0)
+
+
+def own_pages(rank: int, path: str, changes: int | None) -> tuple[int, float]:
+    """How many pages of the frozen weights are the process's own after training, and the one in question."""
+    module = FrozenOnFile(path, rank == changes)
+    fit(module, [MINE[rank]] * 2, Way(2, 2, split="step"))
+    weight = module.base.weight
+    with open("/proc/self/pagemap", "rb") as pages:
+        pages.seek(weight.data_ptr() // 4096 * 8)
+        entries = struct.unpack("<64Q", pages.read(64 * 8))
+    return sum(entry >> 63 == 1 and entry >> 61 & 1 == 0 for entry in entries), float(weight[128, 0])
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/pagemap"), reason="Linux tells of a process's pages")
+def test_frozen_weights_on_file_are_not_copied(pair: Together, tmp_path: Path) -> None:
+    """All processes have those of the first, and who has them already keeps them on the file."""
+    path = str(tmp_path / "weights.pt")
+    torch.save({"weight": torch.ones(256, 256)}, path)
+    assert pair.run(own_pages, path, None) == [(0, 1.0), (0, 1.0)]
+    (_, first), (_, second) = pair.run(own_pages, path, 0)
+    assert first == second == 5.0
+    (own, first), (_, second) = pair.run(own_pages, path, 1)
+    assert own == 0 and first == second == 1.0
 
 
 def test_processes_started_by_hand() -> None:
