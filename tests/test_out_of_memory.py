@@ -37,15 +37,15 @@ def error_of(capacity: int, microbatches: int, samples: int, **options: Any) -> 
     ("capacity", "purpose", "phase", "first"),
     [
         (PARAMETERS // 2, "parameters", "forward", "layers"),
-        (PARAMETERS + ACTIVATION, "activations", "forward", "microbatches"),
-        (PARAMETERS + 6 * ACTIVATION, "gradients", "backward", "layers"),
+        (2 * PARAMETERS + ACTIVATION, "activations", "forward", "microbatches"),
+        (2 * PARAMETERS + 8 * ACTIVATION, "gradients", "backward", "layers"),
     ],
 )
 def test_the_error_says_where_for_what_and_what_helps(capacity: int, purpose: str, phase: str, first: str) -> None:
     text = error_of(capacity, 1, 1)
     assert re.search(r"Tried to allocate \d+ bytes", text) and "meta:0 out of memory" in text
     assert re.search(rf"microbatch 1 of 1 in batch \d; layer 'blocks\.\d'; device meta:0; phase {phase}", text), text
-    assert f"no memory left for {purpose}. Stage (layers: blocks." in text
+    assert re.search(rf"no memory left for {purpose}\. Stage( \d+)? \(layers: blocks\.", text)
     assert "needs 2.1 KiB for parameters, up to 2.1 KiB for gradients" in text
     helps = re.findall(r"\((\d)\) .*?(microbatches|layers|precision)=", text)
     assert [number for number, _ in helps] == ["1", "2", "3"] and helps[0][1] == first
@@ -53,7 +53,7 @@ def test_the_error_says_where_for_what_and_what_helps(capacity: int, purpose: st
 
 
 def test_code_between_layers() -> None:
-    text = error_of(PARAMETERS + 4 * ACTIVATION, 1, 1)
+    text = error_of(2 * PARAMETERS + 4 * ACTIVATION, 1, 1)
     assert "no memory left for activations. It was asked for by code between layers. What helps" in text
 
 

@@ -92,7 +92,7 @@ class AcceleratorDevice(Device):
                 _used_by(self._compute, tensor)
 
     def settle(self) -> None:
-        for stream in (self._parameters, self._inputs, self._downloads):
+        for stream in (self._parameters, self._inputs, self._compute, self._downloads):
             stream.record_event().synchronize()
 
     # -- up --------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class Device(ABC):
 
     @abstractmethod
     def settle(self) -> None:
-        """The host waits until nothing reads or writes its memory any more."""
+        """The host waits until all is done that the device was given."""
 
     @abstractmethod
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -232,7 +232,7 @@ class Batch:
 
     def take(self, index: int, result: Any) -> list[Tensor]:
         """Takes what a microbatch's step returned. Returns the tensors that its backward begins with."""
-        self.losses[index] = None if result is None else result.detach()
+        self.losses[index] = None if result is None else result.detach().to("cpu")  # no device's memory is held by it
         return [] if result is None else [result]
 
     def seeds(self, index: int, roots: Sequence[Tensor]) -> list[Tensor]:

@@ -328,6 +328,8 @@ class Pipeline:
         self.batch = None
         if isinstance(self.monitor.failure, torch.OutOfMemoryError):
             release_frames(self.monitor.failure)
+        for device in self.devices:
+            device.settle()  # so that what was let go of can be used again
 
     # -- questions -------------------------------------------------------------------------------------------------
 
