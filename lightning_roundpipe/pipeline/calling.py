@@ -113,7 +113,7 @@ class LayerCalls(CallOwner):
                 )
             read, microbatch.accesses.last_read = microbatch.accesses.last_read, {}
             place = self._handover.request()
-            if device.is_host:
+            if device.is_host:  # elsewhere what came out is in the device's memory: the turn lasts to the next stage
                 self._turns.leave_forward(microbatch, call)
             self._handover.take(microbatch, place)
             microbatch.where = ""
