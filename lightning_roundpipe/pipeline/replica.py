@@ -113,6 +113,8 @@ class Traits:
     """How tensors leave the layer besides being returned, in words."""
     foreign: list[Tensor] = field(default_factory=list)
     """Parameters of others that the layer reaches by itself, past its arguments."""
+    repeats_whole: bool = False
+    """Its recompute saved something else for autograd than its first run: it is not stopped early any more."""
     compiles: bool = False
     """Calls functions that the user has compiled, and so may set the random generators back at any time."""
 

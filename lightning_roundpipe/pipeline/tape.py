@@ -245,7 +245,8 @@ class Call:
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         if watch is None:  # which sees nothing of compiled code
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
-        if mode == Mode.DROP and not self.is_new and device.is_host and not (self.compiled or traits.compiles):
+        whole = self.is_new or traits.repeats_whole or self.compiled is not None or traits.compiles
+        if mode == Mode.DROP and device.is_host and not whole:
             self._missing = MissingTensors(_escaped(self.label))
         replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
@@ -585,25 +586,15 @@ class Call:
             layer.traits.writes_state = True
         if self._half is not None:
             self._note_half(self._half if self._half and self._same_in_half(device, buffers) else {})
-        self._replica = layer.borrow()
-        execute = partial(self._execute, self._replica, device, self._saved, buffers, Mode.KEEP, first=False)
-        run = None
-        try:
-            run = self.context.run(execute)  # the caller's context variables may have other values by now
-        except (Complete, Exception):  # a script, or the layer itself, may have made another one of it
-            if self._incomplete is None or self._missing is None or not self._missing.ended:
-                raise
-        self._saved = []
-        self._buffers = None
-        self._copies = {}
         if self._incomplete is not None:
-            assert self._missing is not None
-            self._missing.check()
-            if self._missing.difference is not None:
-                raise RecomputeError(self._mismatch(self._missing.difference))
+            if not self._fill_in(device, buffers):
+                return self._run_again(device)
             graph, self._incomplete = self._incomplete, None
+            self._let_go()
             return graph
-        assert run is not None
+        self._replica = layer.borrow()
+        run = self._repeat(device, buffers)
+        self._let_go()
         if len(run.leaves) != self.leaf_count:
             raise RecomputeError(self._mismatch(f"{len(run.leaves)} values came out instead of {self.leaf_count}"))
         if self.fingerprints is not None:
@@ -611,6 +602,46 @@ class Call:
             if len(again) != len(self.fingerprints) or not all(map(Fingerprint.matches, self.fingerprints, again)):
                 raise RecomputeError(self._mismatch("the values differ"))
         return Graph([run.leaves[i] for i in self.differentiable], run.edges, run.parameters)
+
+    def _repeat(self, device: Device, buffers: list[dict[str, Tensor | None]]) -> Run:
+        """The second run; the caller's context variables may have other values by now."""
+        assert self._replica is not None
+        return self.context.run(
+            partial(self._execute, self._replica, device, self._saved, buffers, Mode.KEEP, first=False)
+        )
+
+    def _let_go(self) -> None:
+        """Of what the second run began with."""
+        self._saved = []
+        self._buffers = None
+        self._copies = {}
+
+    def _fill_in(self, device: Device, buffers: list[dict[str, Tensor | None]]) -> bool:
+        """Runs the layer again as far as the first run's graph needs it. Returns whether that has what it needs; if
+        not, the second run went another way, and is to be made as a whole.
+
+        Raises:
+            RecomputeError: When the second run went another way and has changed what it began with.
+        """
+        missing, traits = self._missing, self.layer.traits
+        assert missing is not None
+        versions = [leaf._version for leaf in self._saved if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        self._replica = self.layer.borrow()
+        try:
+            self._repeat(device, buffers)
+        except (Complete, Exception):  # a script, or the layer itself, may have made another one of it
+            if not missing.ended:
+                raise
+        missing.check()
+        if missing.difference is None:
+            return True
+        traits.repeats_whole = True
+        after = [leaf._version for leaf in self._saved if isinstance(leaf, Tensor) and not leaf.is_inference()]
+        if self._buffers is not None or versions != after:
+            raise RecomputeError(self._mismatch(missing.difference))
+        self.layer.give_back(self._replica)
+        self._missing = self._incomplete = self._replica = None
+        return False
 
     def _same_in_half(self, device: Device, buffers: list[dict[str, Tensor | None]]) -> bool:
         """Warm-up: whether the layer gives the very same bits with those parameters in half precision."""

@@ -49,7 +49,7 @@ class Mixed(nn.Module):
                 training=self.training,
             )
         )
-        return z
+        return z.square()  # which has the recompute come as far as here
 
 
 class Validates(Net):
