@@ -86,6 +86,7 @@ class SimulatedDevice:
         self.generator = torch.Generator().manual_seed(0)
         self.default_stream = SimulatedStream(self.name, "the default stream")
         _devices[index] = self
+        keep_random_states(_generators)
 
     def stream(self, name: str = "a stream") -> SimulatedStream:
         """A new stream."""
@@ -129,9 +130,6 @@ def _generators() -> dict[int, torch.Generator]:
     if not getattr(_thread, "simulating", False):
         return {}
     return {index: device.generator for index, device in _devices.items()}
-
-
-keep_random_states(_generators)
 
 
 def simulated_device(device: torch.device) -> SimulatedDevice:

@@ -3,6 +3,7 @@ of ``meta``: without this, a checkpoint's recompute on a simulated device would 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch.utils import checkpoint
 from torch.utils._pytree import tree_leaves
 
 
+@cache
 def keep_random_states(generators: Callable[[], Mapping[int, torch.Generator]]) -> None:
-    """From now on they keep those of simulated devices, too.
+    """From now on they keep those of simulated devices, too. Who has none keeps torch's own functions.
 
     Args:
         generators: The devices' generators by index, or none at all in a thread that simulates no devices.
