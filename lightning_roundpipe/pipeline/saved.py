@@ -120,6 +120,7 @@ Mark = tuple[torch.dtype, torch.Size, int, int]
 _BITS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
 
 
+@skip
 def _mark(tensor: Tensor) -> Mark:
     """Reads the values from memory: as tensors they would take longer than all the rest."""
     first = middle = 0
