@@ -101,7 +101,8 @@ def test_the_module_stays_in_host_memory_and_nothing_on_devices() -> None:
     assert {name: (id(p), p.data_ptr()) for name, p in module.named_parameters()} == before
     assert Pretended.set_up == [torch.device("meta", 1), torch.device("meta", 0)], "the first one is the current one"
     assert type(trainer.accelerator).__name__ == "Pretended" and isinstance(trainer.accelerator, Pretended)
-    gc.collect()
+    for _ in range(3):  # a graph in C++ that a cycle held lets go of the next cycle only when it is gone
+        gc.collect()
     assert [simulated_device(torch.device("meta", index)).memory.live for index in range(4)] == [0] * 4
 
 
