@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
@@ -19,6 +20,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import SimulatedDevice
+from lightning_roundpipe.schedules.partition import Partition
+from lightning_roundpipe.schedules.scheduler import Scheduler
 
 SIMULATED = os.environ.get("ROUNDPIPE_DEVICES") == "simulated"
 """Whether `fit_pipeline` trains on simulated accelerators instead of virtual CPU devices."""
@@ -107,6 +110,17 @@ def fit_pipeline(
         devices=devices,
         **(run or {}),
     )
+
+
+def one_layer_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the layers' time. The last one is fused: it runs forward and backward at once."""
+
+    def partition(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True) -> Partition:
+        ranges = [range(i, i + 1) for i in range(len(forward))]
+        return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
+
+    monkeypatch.setattr(Scheduler, "partition", partition)
+    monkeypatch.setattr(Scheduler, "can_be_planned", False)
 
 
 def fit_microbatches(

@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import RoundPipeStrategy, assert_equal, fit, fit_microbatches, result
+from helpers import RoundPipeStrategy, assert_equal, fit, fit_microbatches, one_layer_a_stage, result
 from models import Lit
 from torch import Tensor, nn
 
@@ -20,8 +20,6 @@ from lightning_roundpipe.devices import (
     simulating,
 )
 from lightning_roundpipe.devices.simulated import Copies
-from lightning_roundpipe.schedules import Scheduler
-from lightning_roundpipe.schedules.partition import Partition
 from lightning_roundpipe.state.gradients import _Sum
 from lightning_roundpipe.state.parameters import ParameterStore
 
@@ -87,12 +85,7 @@ class Counts(L.Callback):
 def one_block_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the blocks' time. The last one is fused: it runs forward and backward at once."""
 
-    def partition(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True) -> Partition:
-        ranges = [range(i, i + 1) for i in range(len(forward))]
-        return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
-
-    monkeypatch.setattr(Scheduler, "partition", partition)
-    monkeypatch.setattr(Scheduler, "can_be_planned", False)
+    one_layer_a_stage(monkeypatch)
 
 
 def data(microbatches: int, count: int = 3) -> list[dict[str, Tensor]]:

@@ -6,14 +6,13 @@ train on simulated accelerators.
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import helpers
 import pytest
 import test_habits as habits
 import test_parameters_outside as outside
 import torch
-from helpers import Watch, assert_equal, fit, fit_microbatches, fit_pipeline, result
+from helpers import Watch, assert_equal, fit, fit_microbatches, fit_pipeline, one_layer_a_stage, result
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import CNN, batches_of, pictures
 from test_exactness import MODELS, NOISY, OPTIMIZERS, data, expected, make, trained
@@ -22,8 +21,6 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import SimulatedDevice
-from lightning_roundpipe.schedules import Scheduler
-from lightning_roundpipe.schedules.partition import Partition
 
 
 @pytest.fixture(autouse=True)
@@ -99,12 +96,7 @@ def test_functions_and_checkpoints_between_layers(kind: type, devices: int) -> N
 
 
 def test_a_layer_that_a_checkpoint_cannot_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_call_a_stage(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True) -> Partition:
-        ranges = [range(i, i + 1) for i in range(len(forward))]
-        return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
-
-    monkeypatch.setattr(Scheduler, "partition", one_call_a_stage)
-    monkeypatch.setattr(Scheduler, "can_be_planned", False)
+    one_layer_a_stage(monkeypatch)
 
     class Twice(habits.Weighted):
         def output(self, x: Tensor) -> Tensor:
