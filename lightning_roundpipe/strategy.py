@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
@@ -28,6 +28,7 @@ from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
+from lightning_roundpipe.deciding import BatchSplitter
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice
 from lightning_roundpipe.devices.hardware import hardware_of
 from lightning_roundpipe.garbage import SparedObjects
@@ -45,15 +46,6 @@ from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, make_report
 from lightning_roundpipe.schedules import NAMES as SCHEDULES
 from lightning_roundpipe.schedules import Schedule, ScheduleName, Scheduler
-from lightning_roundpipe.splitting import (
-    Evidence,
-    LossOf,
-    compare,
-    find_split_calls,
-    gather_evidence,
-    undone,
-    weight_name,
-)
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.optimizer import (
     BeforeStep,
@@ -166,12 +158,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
         self._batch: Batch | None = None
-        self._own_split: mb.SplitMethod | None = None
-        """The user's own way to cut a batch: ``split`` of the module or the data module."""
         self._layers_log: StepLogging | None = None
         """The present batch's logging, if layers do."""
-        self._decided: tuple[str, Any] | None = None
-        """The split and weighting that the first batch has shown to be right."""
+        self._splitter: BatchSplitter | None = None
+        """How the batches of the present fit are split, or of the last one."""
         self._between: UseBetweenBatches | None = None
         self._spared: SparedObjects | None = None
         self._settled = False
@@ -303,6 +293,15 @@ class RoundPipeStrategy(MultiProcessStrategy):
         module = self.lightning_module
         trainer = self._trainer
         assert module is not None and trainer is not None
+        self._splitter = BatchSplitter(
+            module,
+            self.split,
+            self.loss_weight,
+            self._wanted(),
+            mb.own_split(module, getattr(trainer, "datamodule", None)),
+            self.precision_plugin.train_step_context,
+            self.settle,
+        )
         self._check_optimizers(module)
         simulated = any(device.type == "meta" for device in self._hardware)
         if simulated and isinstance(self.precision_plugin, MixedPrecision):
@@ -358,14 +357,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._worker.skip_to(pipeline.store.enqueued)
         self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)
         self._restored = self._last_state = None
-        self._own_split = mb.own_split(module, getattr(trainer, "datamodule", None))
-        if self._own_split is not None:
-            name = getattr(self._own_split, "__qualname__", "split")
-            rank_zero_info(f"roundpipe: batches are split into microbatches by {name}.")
+        self._splitter.announce()
         self._fresh_metrics = {}
         self._communicates = False
         self._gradients_unused = False
-        self._decided = None
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
@@ -478,19 +473,16 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _train(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The training step by the pipeline."""
         module, trainer = self.lightning_module, self._trainer
-        assert module is not None and trainer is not None and self._between is not None
+        assert module is not None and trainer is not None and self._between is not None and self._splitter is not None
         batch, rest = args[0], args[1:]
         training_step = _uncompiled(module.training_step)  # if the module is compiled as a whole, its layers are
-        if self.split != "whole" and self._wanted() > 1 and (self._decided is None or self._looks_again(pipeline)):
+        splitter, loop = self._splitter, trainer.fit_loop.epoch_loop
+        if splitter.is_to_look(pipeline.batches, begins_epoch=loop.batch_idx == 0):
             with recording_nothing(trainer.profiler), logging_nothing(trainer):  # type: ignore[attr-defined]
-                step = self._loss_of(lambda part: loss_in(training_step(part, *rest, **kwargs)))
-                if self._decided is None or not self._still_right(batch, step):
-                    self._decide(pipeline, batch, step)
-        pieces, sizes = self._split(batch)
-        loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
-        weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
+                splitter.look(pipeline, batch, lambda part: loss_in(training_step(part, *rest, **kwargs)))
+        pieces, sizes, weights = splitter.split(batch)
         logging = StepLogging(module, sizes if any(sizes) else weights, self._fresh_metrics, self.before_collective)
-        splits_calls = self._decided is not None and self._decided[0] == "model"
+        splits_calls = splitter.way == "model"
         profiling = StepProfiling(trainer.profiler, pipeline.interleaves(), pipeline.run_serially)  # type: ignore[attr-defined]
         outputs: list[Any] = [None] * len(pieces)
         losses: list[Tensor | None] = [None] * len(pieces)
@@ -562,152 +554,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _wanted(self) -> int:
         return self.microbatches or self._device_count() + 1
-
-    def _split(self, batch: Any) -> tuple[list[Any], list[int]]:
-        """The microbatches that run the step, and how many samples each has (zeros where that cannot be told).
-
-        Until the first batch has decided, the batch stays whole.
-        """
-        way = self._decided[0] if self._decided is not None else self.split
-        return self._cut(batch) if way == "step" else ([batch], [1])
-
-    def _cut(self, batch: Any) -> tuple[list[Any], list[int]]:
-        if self._wanted() == 1:
-            return [batch], [1]
-        if self._own_split is not None:
-            return mb.split_by(self._own_split, batch, self._wanted())
-        try:
-            samples = mb.batch_size(batch)
-        except mb.UnsplittableBatchError:
-            if self.split == "step":
-                raise
-            return [batch], [1]
-        least = 1
-        if samples < 2 * self._wanted() and self.lightning_module is not None:
-            least = mb.least_samples(self.lightning_module.modules())
-        sizes = mb.split_sizes(samples, self._wanted(), least)
-        return mb.split(batch, sizes), sizes
-
-    def _looks_again(self, pipeline: Pipeline) -> bool:
-        """Whether it is time to. Steps may change (an auxiliary loss sets in, say), mostly early or with an epoch."""
-        assert self._trainer is not None
-        if self.split != "auto" or self._decided is None or self._decided[0] != "step":
-            return False
-        begins = self._trainer.fit_loop.epoch_loop.batch_idx == 0
-        return begins or pipeline.batches & (pipeline.batches - 1) == 0  # ever more rarely
-
-    def _still_right(self, batch: Any, loss_of: LossOf) -> bool:
-        """Whether the microbatches still give what the whole batch gives."""
-        module = self.lightning_module
-        assert module is not None and self._decided is not None
-        weight = self._decided[1]
-        self.settle()
-        try:
-            with undone(module):
-                if len(self._cut(batch)[0]) == 1:
-                    return True
-            evidence = compare(module, batch, self._cut, loss_of, {weight_name(weight): weight})
-        except Exception:  # the step itself will raise it, if it is the step's
-            return True
-        if evidence is None or evidence.fits or evidence.unusable:  # what cannot be weighed, the step raises
-            return True
-        rank_zero_warn(
-            f"roundpipe: split='step' with loss_weight={weight_name(weight)!r}, found by the first batch, is no longer"
-            f" right: {evidence.describe()}. That is corrected now, but batches before this one may have had gradients"
-            " other than the whole batch's: at most since the epoch began, or for half of the batches so far. To have"
-            " none, set split='model'."
-        )
-        self._decided = None
-        return False
-
-    def _loss_of(self, step: LossOf) -> LossOf:
-        module = self.lightning_module
-        assert module is not None
-
-        def loss_of(part: Any) -> Tensor | None:
-            for name in ("log", "print"):  # undone with the other attributes
-                module.__dict__[name] = lambda *args, **kwargs: None
-            with self.precision_plugin.train_step_context():
-                with torch.compiler.set_stance("force_eager"):  # not compiled for the sake of one batch
-                    return step(part)
-
-        return loss_of
-
-    def _decide(self, pipeline: Pipeline, batch: Any, loss_of: LossOf) -> None:
-        """How the batches of this fit are split, by the evidence of the first one."""
-        module = self.lightning_module
-        assert module is not None
-        if isinstance(batch, Iterator):
-            self._decided = ("whole", self.loss_weight)
-            rank_zero_info("roundpipe: split='whole', because training_step fetches its batches by itself.")
-            return
-        if self.split != "model" and self._own_split is not None:
-            with undone(module):
-                self._cut(batch)  # what it raises is for the user to see
-        self.settle()
-        why = "because that was asked for"
-        try:
-            if self.split != "model":
-                with undone(module):
-                    parts = len(self._cut(batch)[0])
-                if parts > 1:
-                    evidence = gather_evidence(module, batch, self._cut, loss_of, self.loss_weight)
-                    if evidence is None:
-                        return  # a later batch will tell
-                    if self.split == "step":
-                        self._decided = ("step", self.loss_weight)
-                        _warn_unless_fitting(evidence, self.loss_weight)
-                        return
-                    if evidence.fits:
-                        self._decide_for_step(evidence)
-                        return
-                    why = f"because {evidence.misfit()}"
-                elif self._own_split is not None or mb.can_be_split(batch):
-                    return  # a single sample
-                else:
-                    why = "because the batch has no dimension of samples that all of it shares"
-            layers = [layer.module for layer in pipeline.layers]
-            splits = find_split_calls(module, layers, batch, self._wanted(), loss_of)
-        except mb.UnsplittableBatchError:
-            raise
-        except Exception as error:  # the step itself will raise it, if it is the step's
-            self._decided = ("step" if self.split == "step" else "whole", self.loss_weight)
-            rank_zero_info(
-                f"roundpipe: whether the batch may be split could not be checked ({error!r}), so split="
-                f"{self._decided[0]!r}."
-                + (" Every result is right, but one device works at a time." if self._decided[0] == "whole" else "")
-            )
-            return
-        if splits is None:
-            return
-        if not splits:
-            self._decided = ("whole", self.loss_weight)
-            rank_zero_info(
-                f"roundpipe: split='whole', {why}; and no call of a module with layers gives the same when it is split."
-                " Every result is right, but one device works at a time."
-            )
-            return
-        self._decided = ("model", self.loss_weight)
-        pipeline.split_calls(splits, self._wanted())
-        names = {module: name for name, module in module.named_modules()}
-        called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
-        rank_zero_info(
-            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches."
-            " split='step' would be faster, but is right only for losses that are means over samples."
-        )
-
-    def _decide_for_step(self, evidence: Evidence) -> None:
-        # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
-        # have different numbers of them.
-        preferred = ("tokens", "count_labels") if self.loss_weight == "samples" else ()
-        best = next(name for name in (*preferred, *evidence.fits) if name in evidence.fits)
-        self._decided = ("step", evidence.fits[best])
-        wanted = weight_name(self.loss_weight)
-        if self.loss_weight != "samples" and best != wanted:
-            error = evidence.unusable.get(wanted)
-            why = "does not give the loss of the whole batch" if error is None else f"cannot be computed ({error!r})"
-            rank_zero_warn(f"roundpipe: loss_weight={wanted!r} {why}: {best!r} is used in its place.")
-        rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
 
     def _merge_outputs(
         self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float
@@ -1000,20 +846,6 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
     extras = {key: value for key, value in output.items() if key != "loss"}
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
-
-
-def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None:
-    """Where the user has fixed the split, and it does not give the whole batch's loss."""
-    name = weight_name(loss_weight)
-    if name in evidence.fits:
-        return
-    if evidence.fits:
-        why = f" It does with loss_weight={next(iter(evidence.fits))!r}. ({evidence.describe()})"
-    else:
-        why = (
-            f" Use split='auto' or split='model', unless the loss of each part is meant. (Because {evidence.misfit()})"
-        )
-    rank_zero_warn(f"roundpipe: split='step' with loss_weight={name!r} does not give the loss of the whole batch.{why}")
 
 
 def _cores() -> int:

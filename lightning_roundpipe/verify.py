@@ -148,14 +148,14 @@ class _Strategy(RoundPipeStrategy):
     @property
     def way(self) -> tuple[str, Any]:
         """How a batch is split, and its losses are weighed."""
-        return self._decided or (self.split, self.loss_weight)
+        splitter = self._splitter
+        return (self.split, self.loss_weight) if splitter is None else (splitter.way, splitter.loss_weight)
 
     def pieces(self, batch: Any) -> tuple[list[Any], list[int], list[float]]:
         """The microbatches that ``training_step`` sees, their sizes and weights."""
-        pieces, sizes = self._split(batch)
-        if len(pieces) == 1:
-            return [batch], [1], [1.0]
-        return pieces, sizes, mb.loss_weights(pieces, sizes, self.way[1])
+        assert self._splitter is not None
+        pieces, sizes, weights = self._splitter.split(batch)
+        return (pieces, sizes, weights) if len(pieces) > 1 else ([batch], [1], [1.0])
 
 
 @dataclass(frozen=True, slots=True)

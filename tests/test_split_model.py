@@ -112,7 +112,7 @@ def assert_as_plain(model: L.LightningModule, data: list[Any], m: int, devices: 
 
 
 def way(strategy: RoundPipeStrategy) -> str | None:
-    return strategy._decided[0] if strategy._decided is not None else None
+    return strategy._splitter.decided[0] if strategy._splitter.decided is not None else None
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3])

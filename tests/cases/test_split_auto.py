@@ -224,7 +224,7 @@ def test_a_weighting_of_the_user_s_is_not_mistaken_for_ours_of_that_name() -> No
     trainer = fit(module, [X, X], Way(3, 2), strategy={**AUTO, "loss_weight": tokens_of_the_user})
     fit(plain, [X, X], PLAIN)
     assert weights(module) == near(weights(plain))
-    assert trainer.strategy._decided == ("step", tokens_of_the_user)  # type: ignore[attr-defined]
+    assert trainer.strategy._splitter.decided == ("step", tokens_of_the_user)  # type: ignore[attr-defined]
 
 
 @in_few_pipelines
@@ -452,7 +452,7 @@ def test_a_random_mask_is_none_that_hides_nothing() -> None:
 
     for step, expected in ((loss, "model"), (noisy, "step")):
         trainer = fit(Net(*hidden(), loss=step, optimizer=sgd(0.1)), [draw(8, 6, 4).float()] * 2, Way(3, 2))
-        assert trainer.strategy._decided[0] == expected  # type: ignore[attr-defined]
+        assert trainer.strategy._splitter.decided[0] == expected  # type: ignore[attr-defined]
 
 
 def mean_square(module: Net, batch: Tensor) -> Tensor:
@@ -563,7 +563,7 @@ def test_a_step_that_differentiates_code_of_its_own(loss: Callable[[Net, Any], T
     """The extra runs of the first batch have no gradients: it failed there, and its batches stayed whole."""
     assert_as_plain(lambda: Net(*hidden(), loss=loss, optimizer=sgd(0.1)), [draw(8, 4, seed=i) for i in range(3)])
     trainer = fit(Net(*hidden(), loss=loss, optimizer=sgd(0.1)), [draw(8, 4).float()], Way(3, 2))
-    assert trainer.strategy._decided[0] == split  # type: ignore[attr-defined]
+    assert trainer.strategy._splitter.decided[0] == split  # type: ignore[attr-defined]
 
 
 FACTORS = [1.0, 3.0, 2.0, 5.0, 4.0, 7.0, 6.0, 9.0, 8.0, 11.0]
@@ -680,7 +680,7 @@ def test_iterators_that_cannot_be_copied_are_not_taken_from(kind: str, caplog: A
 def test_iterators_that_the_step_does_not_use_are_no_matter(make: Callable[[], Any]) -> None:
     module = Takes(make(), lambda factors: 1.0)
     trainer = fit(module, [draw(8, 4).float()], Way(3, 2))
-    assert trainer.strategy._decided[0] == "step"  # type: ignore[attr-defined]
+    assert trainer.strategy._splitter.decided[0] == "step"  # type: ignore[attr-defined]
     assert type(module.factors) is type(make())
 
 
