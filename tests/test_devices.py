@@ -25,6 +25,8 @@ from lightning_roundpipe.state.parameters import ParameterStore
 
 WIDTH, ROWS, DOUBLE = 16, 6, 8
 PARAMETERS = (WIDTH * WIDTH + WIDTH) * DOUBLE  # of a block
+WIDER = 5
+WIDE_PARAMETERS = (WIDER * WIDTH * WIDTH + WIDER * WIDTH + WIDER * WIDTH * WIDTH + WIDTH) * DOUBLE  # of a wide block
 ACTIVATION = ROWS * WIDTH * DOUBLE  # of a microbatch
 
 
@@ -37,10 +39,22 @@ class Block(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-class Deep(Lit):
-    def __init__(self, depth: int) -> None:
+class WideBlock(nn.Module):
+    """Of two linear maps, one after the other: their gradients come one after the other."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.up = nn.Linear(WIDTH, WIDER * WIDTH)
+        self.down = nn.Linear(WIDER * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+class Deep(Lit):
+    def __init__(self, depth: int, block: type[nn.Module] = Block) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
 
     def loss(self, batch: Any) -> Tensor:
         x = batch["x"]
@@ -93,37 +107,66 @@ def data(microbatches: int, count: int = 3) -> list[dict[str, Tensor]]:
     return [{"x": torch.randn(microbatches * ROWS, WIDTH).double()} for _ in range(count)]
 
 
-def make(depth: int) -> Deep:
+def make(depth: int, block: type[nn.Module] = Block) -> Deep:
     torch.manual_seed(0)
-    return Deep(depth).double()
+    return Deep(depth, block).double()
 
 
-def train(depth: int, microbatches: int, devices: int, capacity: int | None = None) -> tuple[L.Trainer, Counts]:
+def train(
+    depth: int, microbatches: int, devices: int, capacity: int | None = None, block: type[nn.Module] = Block
+) -> tuple[L.Trainer, Counts]:
     hardware = [SimulatedDevice(index, capacity=capacity) for index in range(devices)]
     strategy = RoundPipeStrategy(microbatches=microbatches, split="step", devices=hardware)
     counts = Counts(hardware)
-    return fit(make(depth), data(microbatches), strategy, callbacks=[counts]), counts
+    return fit(make(depth, block), data(microbatches), strategy, callbacks=[counts]), counts
 
 
 # --- memory
 
 
-def most(microbatches: int) -> int:
+def activations(block: type[nn.Module], *, adds_up: bool) -> int:
+    """What plain autograd holds at most besides the parameters, and gradients of as many bytes, in a block's forward
+    and backward: input, output, the gradients of both, and what lies between. Where it adds gradients up, also those
+    that one operation has just computed.
+    """
+    device = SimulatedDevice(0)
+    with simulating():
+        module = block().double().to(device.torch_device)
+        x = torch.ones(ROWS, WIDTH, dtype=torch.double).to(device.torch_device).requires_grad_()
+        start = torch.ones_like(x)
+        own = list(module.parameters())
+        parameters = sum(parameter.nbytes for parameter in own)
+        for parameter in own:
+            parameter.grad = torch.zeros_like(parameter)  # the forward meets those of the stage before
+        device.memory.reset_peak()
+        out = module(x)
+        forward = device.memory.peak
+        if not adds_up:
+            for parameter in own:
+                parameter.grad = None
+        device.memory.reset_peak()
+        out.backward(start, inputs=[x, *own])
+        return max(forward, device.memory.peak) - 2 * parameters
+
+
+def most(microbatches: int, block: type[nn.Module] = Block) -> int:
     """The bytes that a device holds at most, in a block's backward, if it has all microbatches."""
-    parameters = 2 * PARAMETERS  # of the stage, and of the one before or after it
-    gradients = PARAMETERS * (1 if microbatches == 1 else 2)  # of the stage, and of the call to be added to them
-    call = 5 * ACTIVATION  # its input, its output, and the gradients of both and of what lies between
+    of_block = WIDE_PARAMETERS if block is WideBlock else PARAMETERS
+    parameters = 2 * of_block  # of the stage, and of the one before or after it
+    gradients = of_block  # of the stage
+    call = activations(block, adds_up=microbatches > 1)
     before = ACTIVATION  # the input of the call before
     waiting = (microbatches - 1) * ACTIVATION  # the gradients that the other microbatches are at
     scalars = 2 * microbatches * DOUBLE  # the model's note of each loss, and the gradient of the loss
     return parameters + gradients + call + before + waiting + scalars
 
 
+@pytest.mark.parametrize("block", [Block, WideBlock])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
-def test_memory_to_the_byte(microbatches: int) -> None:
-    for depth in (24, 96) if microbatches == 2 else (6, 24):
-        _, counts = train(depth, microbatches, 1)
-        assert counts.peaks == [[most(microbatches)]] * 2
+def test_memory_to_the_byte(microbatches: int, block: type[nn.Module]) -> None:
+    for depth in (24, 96) if microbatches == 2 and block is Block else (6, 24):
+        _, counts = train(depth, microbatches, 1, block=block)
+        assert counts.peaks == [[most(microbatches, block)]] * 2
 
 
 @pytest.mark.parametrize("devices", [2, 4])

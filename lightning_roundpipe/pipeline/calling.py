@@ -204,11 +204,15 @@ class LayerCalls(CallOwner):
             count_backward(device, microbatch, call)
             defers = (microbatch.stage, microbatch.index) in microbatch.batch.deferring
             defers = defers and self._turns.has_turn_of(microbatch, call)
-            inputs, found = self._executor.backward(microbatch, call, gradients, parameters=parameters, defers=defers)
+            sums = self._collector.device_sums(microbatch, device, call)
+            inputs, found = self._executor.backward(
+                microbatch, call, gradients, parameters=parameters, defers=defers, sums=sums
+            )
             count_gradients(device, microbatch, found)
             self._store.note_upload(call.layer, device)
             if not device.is_host:
-                found = self._collector.keep_on_device(microbatch, device, call, found)
+                done = microbatch.frozen if sums is None else microbatch.frozen | sums.taken
+                found = [(p, device.to_host(gradient)) for p, gradient in found if id(p) not in done]
             self._collector.take(microbatch, call, found)
             place = self._handover.request()
             if device.is_host:

@@ -2,14 +2,14 @@
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
+from lightning_roundpipe.pipeline.device_sums import DeviceSums
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.tape import Call, reached_by
 from lightning_roundpipe.state.gradients import BatchGradients
@@ -71,36 +71,32 @@ class Collector:
             if unit not in left:
                 self._finish(microbatch, unit)
 
-    def keep_on_device(
-        self, microbatch: Microbatch, device: Device, call: Call, found: list[tuple[Tensor, Tensor]]
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Adds gradients that are on a device to its sums, where one device has all microbatches of the stage, in their
-        order, and nothing else comes before or between. They come down once, when the unit is complete.
-
-        Returns:
-            The others, in host memory.
+    def device_sums(self, microbatch: Microbatch, device: Device, call: Call) -> DeviceSums | None:
+        """Where a device with memory of its own adds up itself what a call's backward finds: where it has all
+        microbatches of the stage, in their order, and nothing else comes before or between.
         """
         batch, plan = microbatch.batch, microbatch.batch.plan
-        summed = (
-            plan is not None
-            and call.position is not None
-            and plan.backward_stage[call.position] == microbatch.stage
-            and microbatch.stage in batch.summed_on_device
-            and isinstance(batch.gradients, BatchGradients)
-            and batch.gradients.begins_window
-            and not batch.deferring
+        if (
+            device.is_host
+            or plan is None
+            or call.position is None
+            or plan.backward_stage[call.position] != microbatch.stage
+            or microbatch.stage not in batch.summed_on_device
+            or not isinstance(batch.gradients, BatchGradients)
+            or not batch.gradients.begins_window
+            or batch.deferring
+        ):
+            return None
+        alone = {unit for unit, uses in microbatch.uses.items() if uses == 1}
+        return DeviceSums(
+            {
+                id(parameter)
+                for unit in alone.intersection(microbatch.units_counted[call])
+                for parameter in unit.parameters
+                if not parameter._backward_hooks  # which are to see each microbatch's gradient
+            },
+            partial(batch.gradients.add_on_device, call.position, device),
         )
-        others: list[tuple[Tensor, Tensor]] = []
-        for parameter, gradient in found:
-            alone = microbatch.uses.get(self._store.unit_of(parameter)) == 1  # type: ignore[arg-type]
-            # Hooks are to see each microbatch's gradient.
-            if summed and alone and gradient.layout == torch.strided and not parameter._backward_hooks:
-                if id(parameter) not in microbatch.frozen:
-                    with asking_for("gradients"):
-                        batch.gradients.add_on_device(call.position, parameter, gradient, device)  # type: ignore[union-attr, arg-type]
-            else:
-                others.append((parameter, device.to_host(gradient)))
-        return others
 
     def take(self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]) -> None:
         """Takes the (parameter, gradient) pairs of a call's backward."""

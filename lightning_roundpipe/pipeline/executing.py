@@ -10,6 +10,7 @@ from torch import Tensor
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.batch import Microbatch
 from lightning_roundpipe.pipeline.compiling import unprepared_compilations
+from lightning_roundpipe.pipeline.device_sums import DeviceSums
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.measuring import Measured
 from lightning_roundpipe.pipeline.replica import Layer
@@ -100,6 +101,7 @@ class Executor:
         *,
         parameters: bool,
         defers: bool,
+        sums: DeviceSums | None,
     ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
         """Runs a call's recompute, if there must be one, and its backward; see :meth:`Call.backward`."""
         traits, device = call.layer.traits, self._devices[microbatch.device]
@@ -110,7 +112,7 @@ class Executor:
             before, on_device = RandomState.capture(), device.random_state()
         measured = self._measured.backward_call(microbatch.device, call.layer.index, recomputes=call.kept is None)
         with measured, _noting_sets(call):
-            result = call.backward(device, gradients, parameters=parameters, defers=defers)
+            result = call.backward(device, gradients, parameters=parameters, defers=defers, sums=sums)
         if before is not None:
             before.restore()
             device.set_random_state(on_device)

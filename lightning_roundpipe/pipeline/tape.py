@@ -23,6 +23,7 @@ from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.arguments import Built, Structure
 from lightning_roundpipe.pipeline.compiling import CompiledKind
+from lightning_roundpipe.pipeline.device_sums import DeviceSums
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
 from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.on_device import OnDevice
@@ -460,7 +461,13 @@ class Call:
     # -- backward --------------------------------------------------------------------------------------------------
 
     def backward(
-        self, device: Device, gradients: Sequence[Tensor | None], *, parameters: bool, defers: bool = False
+        self,
+        device: Device,
+        gradients: Sequence[Tensor | None],
+        *,
+        parameters: bool,
+        defers: bool = False,
+        sums: DeviceSums | None = None,
     ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
         """Runs the layer again, if its graph was not kept, and its backward.
 
@@ -469,6 +476,7 @@ class Call:
             gradients: One per differentiable output.
             parameters: Whether gradients of the parameters are wanted.
             defers: Whether those of weights may be left to :meth:`weight_gradients`.
+            sums: Takes gradients of parameters as they are found.
 
         Returns:
             The gradients of the inputs that require one, where those are, and (parameter, gradient) for the parameters.
@@ -493,7 +501,7 @@ class Call:
             graph = self.kept if self.kept is not None else self._run_again(device)
             self.kept = None
             with asking_for("gradients"):
-                return self._differentiate(graph, device, gradients, parameters)
+                return self._differentiate(graph, device, gradients, parameters, sums)
         finally:
             if self._missing is not None:
                 self._missing.clear()
@@ -510,7 +518,12 @@ class Call:
         return [(masters[id(leaf)], device.to_host(gradient)) for leaf, gradient in deferred.gradients()]
 
     def _differentiate(
-        self, graph: Graph, device: Device, gradients: Sequence[Tensor | None], parameters: bool
+        self,
+        graph: Graph,
+        device: Device,
+        gradients: Sequence[Tensor | None],
+        parameters: bool,
+        sums: DeviceSums | None,
     ) -> tuple[list[Tensor | None], list[tuple[Tensor, Tensor]]]:
         outputs: list[Tensor | GradientEdge] = []
         seeds: list[Tensor] = []
@@ -535,7 +548,10 @@ class Call:
             targets += foreign
         if not outputs or not targets:
             return [None] * len(graph.inputs), []
-        with device.running():
+        listening = (
+            _NOTHING if sums is None else sums.listening(zip(masters, targets[len(graph.inputs) :], strict=True))
+        )
+        with device.running(), listening:
             device.begin_gradients()
             try:
                 if self.deferred is not None:

@@ -288,14 +288,14 @@ class BatchGradients:
         for deposit in self._deposits[unit].get(microbatch, ()):
             deposit.comes_first |= deposit.index == index
 
-    def add_on_device(self, position: int, parameter: nn.Parameter, gradient: Tensor, device: Device) -> None:
+    def add_on_device(self, position: int, device: Device, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Adds a microbatch's gradient to the device's own sum for a call, which comes down once for all microbatches.
 
         Args:
             position: The call's place in the step. Its microbatches run on one device, one after the other.
+            device: The device.
             parameter: The parameter.
             gradient: Its gradient, on that device.
-            device: The device.
         """
         unit, index = self._gradients.position[id(parameter)]
         sums = self._on_devices[unit]
