@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import AcceleratorDevice, Device
 from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Microbatch, present
@@ -207,7 +207,7 @@ class LayerCalls(CallOwner):
             inputs, found = self._executor.backward(microbatch, call, gradients, parameters=parameters, defers=defers)
             count_gradients(device, microbatch, found)
             self._store.note_upload(call.layer, device)
-            if not device.is_host:
+            if isinstance(device, AcceleratorDevice):
                 found = self._collector.keep_on_device(microbatch, device, call, found)
             self._collector.take(microbatch, call, found)
             place = self._handover.request()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import AcceleratorDevice
 from lightning_roundpipe.devices.out_of_memory import asking_for
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
@@ -72,13 +72,13 @@ class Collector:
                 self._finish(microbatch, unit)
 
     def keep_on_device(
-        self, microbatch: Microbatch, device: Device, call: Call, found: list[tuple[Tensor, Tensor]]
+        self, microbatch: Microbatch, device: AcceleratorDevice, call: Call, found: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
         """Adds gradients that are on a device to its sums, where one device has all microbatches of the stage, in their
         order, and nothing else comes before or between. They come down once, when the unit is complete.
 
         Returns:
-            The others, in host memory.
+            The others, in host memory, to which they may be on their way.
         """
         batch, plan = microbatch.batch, microbatch.batch.plan
         summed = (
@@ -99,7 +99,7 @@ class Collector:
                     with asking_for("gradients"):
                         batch.gradients.add_on_device(call.position, parameter, gradient, device)  # type: ignore[union-attr, arg-type]
             else:
-                others.append((parameter, device.to_host(gradient)))
+                others.append((parameter, device.bring_down(gradient)))
         return others
 
     def take(self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]) -> None:

@@ -80,9 +80,9 @@ class Pipeline:
         share_compiled_code(root, self.layers, compile_settings)
         count_compilations()
         self.monitor = Monitor()
-        self.store = ParameterStore(root, self.layers, self.monitor, staleness)
+        self.store = ParameterStore(root, self.layers, self.monitor, staleness, self.devices[0].host_memory)
         self.gradients = Gradients(self.store, self.monitor)
-        self.measured = Measured(len(self.layers), len(self.devices))
+        self.measured = Measured(len(self.layers), self.devices)
         self.peaks = [Peaks() for _ in self.devices]
         self.batch: Batch | None = None
         """The last batch."""
@@ -211,6 +211,7 @@ class Pipeline:
                         work = partial(self._steps.run, batch, index, step, splitter)
                         self._threads.submit(index, work, then=batch.thread_done)
                     self.until(batch.wait_forward)
+                    batch.wait_losses()
                     if not deferred and (batch.serial or self.draws_on_the_host()):
                         self.until(batch.wait_all)
             finally:

@@ -502,12 +502,13 @@ class Call:
                 self._replica = None
 
     def weight_gradients(self, device: Device) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of the parameters that :meth:`backward` has left for later, as it gives those it has."""
+        """The gradients of the parameters that :meth:`backward` has left for later, in host memory, or on their way
+        there."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return []
         masters = {id(leaf): master for master, leaf in zip(self.layer.parameters, deferred.parameters, strict=True)}
-        return [(masters[id(leaf)], device.to_host(gradient)) for leaf, gradient in deferred.gradients()]
+        return [(masters[id(leaf)], device.bring_down(gradient)) for leaf, gradient in deferred.gradients()]
 
     def _differentiate(
         self, graph: Graph, device: Device, gradients: Sequence[Tensor | None], parameters: bool
