@@ -484,7 +484,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         pieces, sizes = self._split(batch)
         loss_weight = self._decided[1] if self._decided is not None else self.loss_weight
         weights = mb.loss_weights(pieces, sizes, loss_weight) if len(pieces) > 1 else [1.0]
-        bring_down = pipeline.devices[0].bring_down
+        bring_down = partial(pipeline.devices[0].bring_down, copy=True)
         logging = StepLogging(
             module, sizes if any(sizes) else weights, self._fresh_metrics, self.before_collective, bring_down
         )

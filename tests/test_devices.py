@@ -262,6 +262,27 @@ def test_the_programs_own_work_on_a_device_comes_after_the_pipelines() -> None:
     assert len(looks.sums) == 3 and all(looks.sums)
 
 
+class ChangesWhatItLogged(Deep):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = self.loss(batch)
+        value = loss.detach() * 3
+        self.log("value", value)
+        value.zero_()
+        return loss
+
+
+def test_what_comes_down_is_what_it_was_then() -> None:
+    """Though it is changed in place at once."""
+    found = []
+    for devices in ([SimulatedDevice(0)], None):
+        torch.manual_seed(0)
+        strategy = RoundPipeStrategy(microbatches=2, split="step", devices=devices)
+        trainer = fit(ChangesWhatItLogged(3).double(), data(2), strategy)
+        found.append(trainer.callback_metrics["value"])
+    assert_equal(*found)
+    assert found[0] > 0
+
+
 # --- what must be waited for
 
 

@@ -112,6 +112,10 @@ class AcceleratorDevice(Device):
         for stream in (self._parameters, self._inputs, self._compute, self._downloads):
             stream.record_event().synchronize()
 
+    def let_go(self) -> None:
+        self._slots = [{}, {}]
+        self.settle()  # so that it can be used again
+
     # -- up --------------------------------------------------------------------------------------------------------
 
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -133,6 +137,9 @@ class AcceleratorDevice(Device):
         return self._uploaded
 
     def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.torch_device else self._bring_up(self._kept(tensor))
+
+    def _bring_up(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.torch_device:
             return tensor
         tensor = self.bring_down(tensor)
@@ -152,7 +159,7 @@ class AcceleratorDevice(Device):
 
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         peer = self._peers.get(place)
-        return self.to_host(tensor).to(place) if peer is None else peer.to_device(tensor)
+        return self.to_host(tensor).to(place) if peer is None else peer._bring_up(tensor)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
@@ -161,17 +168,33 @@ class AcceleratorDevice(Device):
             return tensor
         return arrived(self.bring_down(tensor))
 
-    def bring_down(self, tensor: Tensor) -> Tensor:
+    def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
         if tensor.device == _HOST:
             return tensor
-        peer = self._peers.get(tensor.device)
-        return tensor.detach().to(_HOST) if peer is None else peer._bring_down(tensor)
+        if (peer := self._peers.get(tensor.device)) is None:
+            return tensor.detach().to(_HOST)
+        with peer.running():
+            return peer._bring_down(tensor.detach().clone() if copy else tensor)
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         if tensor.device != _HOST:
-            return self.bring_down(tensor)
+            return self._kept(tensor) if copy else self.bring_down(tensor)
         tensor = arrived(tensor)
         return copy_with_strides(tensor) if copy else tensor
+
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """The tensor of any device, in host memory. Its device computes on when it has come down: it may be changed in
+        place."""
+        down = self.bring_down(tensor)
+        if (peer := self._peers.get(tensor.device)) is not None and (event := arrival(down)) is not None:
+            peer._wait_for(event)
+        return down
+
+    def release_inputs(self, kept: Iterable[Any]) -> None:
+        for tensor in kept:
+            if isinstance(tensor, Tensor) and (event := arrival(tensor)) is not None:
+                for peer in self._peers.values():
+                    peer._wait_for(event)
 
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return self.hardware.host_memory(like, dtype)

@@ -153,6 +153,10 @@ class Device(ABC):
         """The host waits until all is done that the device was given."""
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Lets go of what was brought up, after the last call, and settles."""
+
+    @abstractmethod
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parameters of a layer, on this device, as leaves that autograd can take gradients of."""
 
@@ -170,8 +174,9 @@ class Device(ABC):
         """A gradient or a result, in host memory."""
 
     @abstractmethod
-    def bring_down(self, tensor: Tensor) -> Tensor:
-        """A result of any device, in host memory, where it is when it has arrived; see :func:`arrived`."""
+    def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        """A result of any device, in host memory, where it is when it has arrived; see :func:`arrived`. Until then it
+        must not be changed in place on the device, but where that is copied first."""
 
     @abstractmethod
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
@@ -188,7 +193,11 @@ class Device(ABC):
 
     @abstractmethod
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
-        """A call's input, kept in host memory for the recompute; a true copy where asked for."""
+        """A call's input, kept in host memory for the recompute; as a true copy where it may be changed in place."""
+
+    @abstractmethod
+    def release_inputs(self, kept: Iterable[Any]) -> None:
+        """What was kept of a call's inputs is not needed: they may be changed in place from now on."""
 
     @abstractmethod
     def running(self) -> AbstractContextManager[Any]:

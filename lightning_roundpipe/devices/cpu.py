@@ -37,6 +37,9 @@ class CpuDevice(Device):
     def settle(self) -> None:
         """Nothing: what is done is done."""
 
+    def let_go(self) -> None:
+        """Nothing: nothing was."""
+
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return list(parameters)
 
@@ -53,11 +56,14 @@ class CpuDevice(Device):
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         return tensor
 
-    def bring_down(self, tensor: Tensor) -> Tensor:
+    def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
         return tensor
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         return copy_with_strides(tensor) if copy else tensor
+
+    def release_inputs(self, kept: Iterable[Any]) -> None:
+        """Nothing: nobody reads them."""
 
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)

@@ -546,9 +546,9 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     giver = simulated_device(source.device) if isinstance(source, SimulatedTensor) else None
     taker = simulated_device(target) if _is_simulated(target) else None
     data = source.data_on_host if isinstance(source, SimulatedTensor) else source
-    stream = (taker or giver).current_stream  # type: ignore[union-attr]
-    if giver is not None and taker is not None:  # between two devices both wait, as for CUDA's
-        stream.wait_stream(giver.current_stream)
+    stream = (giver or taker).current_stream  # type: ignore[union-attr]
+    if giver is not None and taker is not None:  # as for CUDA's: the giver copies, and both wait
+        stream.wait_stream(taker.current_stream)
     stream.issue()
     if isinstance(source, SimulatedTensor):
         source.block.uses.read(stream, func)
@@ -576,7 +576,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         giver.count(giver.down, nbytes, stream)
     else:
         taker.count(taker.across, nbytes, stream)
-        giver.current_stream.wait_stream(stream)
+        taker.current_stream.wait_stream(stream)
     if giver is None or taker is None:
         on_host = result if taker is None else source
         if makes and taker is None and not blocking:  # as real devices do

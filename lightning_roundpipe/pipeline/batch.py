@@ -94,6 +94,8 @@ class Microbatch:
 
     def drop(self) -> None:
         """Lets go of what only the backward needs."""
+        for call in self.calls:
+            call.retire()
         self.calls = []
         self.units_counted = {}
         self.found = []

@@ -35,6 +35,7 @@ from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.stand_ins import StandIns
 from lightning_roundpipe.pipeline.steps import Step, Steps
+from lightning_roundpipe.pipeline.strays import let_go_of_graphs
 from lightning_roundpipe.pipeline.threads import Threads
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor, Turnstiles
@@ -329,8 +330,13 @@ class Pipeline:
         self.batch = None
         if isinstance(self.monitor.failure, torch.OutOfMemoryError):
             release_frames(self.monitor.failure)
+        self._attributes.forget()
+        for layer in self.layers:
+            layer.forget()
+        if not all(device.is_host for device in self.devices):
+            let_go_of_graphs(self.root)
         for device in self.devices:
-            device.settle()  # so that what was let go of can be used again
+            device.let_go()
 
     # -- questions -------------------------------------------------------------------------------------------------
 

@@ -113,6 +113,12 @@ def bring_home(root: nn.Module, bring_down: Callable[[Tensor], Tensor]) -> None:
         arrived(tensor)
 
 
+def let_go_of_graphs(root: nn.Module) -> None:
+    """After the last step: of what steps have left on the modules only the values stay. The graph of how they came
+    about would hold what autograd has saved of it, on the devices."""
+    _replace_all(root, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach())
+
+
 def _replace_all(root: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
     """Puts other tensors in place of those among the modules' attributes and buffers."""
     for module in root.modules():
