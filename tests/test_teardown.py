@@ -1,5 +1,5 @@
-"""After a fit nothing of it is in devices' memory, whatever the user's program goes on to hold: the trainer, the module,
-and what the step has left on it.
+"""After a fit nothing of it is in devices' memory, whatever the user's program goes on to hold: the trainer, the
+module, and what the step has left on it.
 """
 
 import gc
