@@ -106,6 +106,7 @@ class PipelineReport:
 
 def make_report(pipeline: Pipeline, wall_seconds: float, training_seconds: float) -> PipelineReport:
     """Reads a pipeline's present state."""
+    pipeline.measured.settle()
     rows = []
     for layer in pipeline.layers:
         plan = next((plan for plan in pipeline.plans() if layer.index in plan.positions), None)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from inspect import signature
+from itertools import chain
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,6 +13,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_roundpipe.devices import arrived
 from lightning_roundpipe.microbatch import merge_losses
 from lightning_roundpipe.pipeline.tape import in_layer, runs_again
 from lightning_roundpipe.trees import map_tree, tensors
@@ -29,6 +31,7 @@ class StepLogging:
         sizes: Number of samples in each microbatch, or any weights in place of them.
         fresh_metrics: Clones of the metrics, by id, kept from batch to batch.
         before_sync: Called before a metric talks to other processes, if there are any.
+        bring_down: Brings a tensor to host memory, where it will have arrived when all microbatches' losses have.
     """
 
     def __init__(
@@ -37,11 +40,13 @@ class StepLogging:
         sizes: Sequence[float],
         fresh_metrics: dict[int, Metric],
         before_sync: Callable[[], None],
+        bring_down: Callable[[Tensor], Tensor],
     ) -> None:
         self._module = module
         self._sizes = sizes
         self._fresh_metrics = fresh_metrics
         self._before_sync = before_sync
+        self._bring_down = bring_down
         self._logs: list[list[dict[str, Any]]] = [[] for _ in sizes]
         # By id: a metric's hash follows its state.
         self._updates: dict[int, list[list[tuple[Any, Any]]]] = {}
@@ -91,6 +96,7 @@ class StepLogging:
             losses: The microbatches' losses. Where it is these that were logged, they are merged as losses are.
             loss_weights: Their weights.
         """
+        self._wait_for_values()
         occurrences: dict[tuple[str, int], list[tuple[int, dict[str, Any]]]] = {}
         for microbatch, entries in enumerate(self._logs):
             seen: dict[str, int] = {}
@@ -109,8 +115,22 @@ class StepLogging:
         entry = _LOG_SIGNATURE.bind(self._module, *args, **kwargs).arguments
         entry.pop("self")
         if isinstance(entry["value"], Tensor) and not entry.get("enable_graph", False):
-            entry["value"] = entry["value"].detach().clone().to(self._module.device)
+            entry["value"] = self._copied(entry["value"].detach())
         self._logs[current_microbatch.get()].append(dict(entry))
+
+    def _copied(self, value: Tensor) -> Tensor:
+        """The value as it is now, in host memory, for the main thread."""
+        down = self._bring_down(value)
+        return value.clone() if down is value else down
+
+    def _wait_for_values(self) -> None:
+        """They may be on their way down."""
+        logged = (entry["value"] for entries in self._logs for entry in entries)
+        updates = (values for of_metric in self._updates.values() for of_part in of_metric for values in of_part)
+        for value in chain(logged, updates):
+            if not isinstance(value, Metric):
+                for tensor in tensors(value):
+                    arrived(tensor)
 
     def _forward_of(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
         number = id(metric)  # within a layer, its replica is called
@@ -125,10 +145,9 @@ class StepLogging:
 
     def _at_hand(self, values: Any) -> Any:
         """Values for the main thread, where the module's tensors are."""
-        place = self._module.device
-        if all(tensor.device == place for tensor in tensors(values)):
+        if all(tensor.device.type == "cpu" for tensor in tensors(values)):
             return values
-        return map_tree(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, values)
+        return map_tree(lambda leaf: self._bring_down(leaf) if isinstance(leaf, Tensor) else leaf, values)
 
     def _sync_of(self, sync: Callable[..., None]) -> Callable[..., None]:
         def announced_sync(*args: Any, should_sync: bool = True, **kwargs: Any) -> None:

@@ -29,7 +29,7 @@ from torchmetrics import Metric
 from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
 from lightning_roundpipe.deciding import BatchSplitter
-from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice
+from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice, arrived
 from lightning_roundpipe.devices.hardware import hardware_of
 from lightning_roundpipe.garbage import SparedObjects
 from lightning_roundpipe.host_root import with_host_root
@@ -57,7 +57,7 @@ from lightning_roundpipe.state.optimizer import (
 )
 from lightning_roundpipe.step_logging import StepLogging, current_microbatch, logging_nothing
 from lightning_roundpipe.step_profiling import StepProfiling, recording_nothing
-from lightning_roundpipe.trees import map_tree
+from lightning_roundpipe.trees import map_tree, tensors
 
 _CHECKPOINT_KEY = "roundpipe"
 _FEW_BATCHES = 10
@@ -283,11 +283,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
         peers: dict[torch.device, AcceleratorDevice] = {}
         return [AcceleratorDevice(hardware_of(device), peers) for device in self._hardware]
 
-    def _at_root(self, tree: Any) -> Any:
-        """What a microbatch hands out, where the trainer's tensors are."""
-        root = self.root_device
-        return map_tree(lambda leaf: leaf.to(root) if isinstance(leaf, Tensor) and leaf.device != root else leaf, tree)
-
     def _open(self) -> Pipeline:
         """Builds the pipeline, at the first batch: what hooks did to the model before counts."""
         module = self.lightning_module
@@ -481,7 +476,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
             with recording_nothing(trainer.profiler), logging_nothing(trainer):  # type: ignore[attr-defined]
                 splitter.look(pipeline, batch, lambda part: loss_in(training_step(part, *rest, **kwargs)))
         pieces, sizes, weights = splitter.split(batch)
-        logging = StepLogging(module, sizes if any(sizes) else weights, self._fresh_metrics, self.before_collective)
+        bring_down = partial(pipeline.devices[0].bring_down, copy=True)
+        logging = StepLogging(
+            module, sizes if any(sizes) else weights, self._fresh_metrics, self.before_collective, bring_down
+        )
         splits_calls = splitter.way == "model"
         profiling = StepProfiling(trainer.profiler, pipeline.interleaves(), pipeline.run_serially)  # type: ignore[attr-defined]
         outputs: list[Any] = [None] * len(pieces)
@@ -496,8 +494,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 with nullcontext() if process_wide else plugin.train_step_context():
                     output = training_step(piece, *rest, **kwargs)
                 loss = loss_in(output)
-                outputs[index] = self._at_root(output) if self._hardware else output
-                losses[index] = None if loss is None else loss.detach().to(self.root_device)
+                if self._hardware:  # nobody waits for it yet
+                    output = map_tree(lambda leaf: bring_down(leaf) if isinstance(leaf, Tensor) else leaf, output)
+                outputs[index] = output
+                losses[index] = _detached(loss_in(output))
                 # Without anything that counts (no token has a label) a mean is not a number, and the sums go on.
                 return loss if weights[index] else None
 
@@ -523,7 +523,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
             if process_wide or ((self._communicates or logging.layers_log) and not self._batch.deferred):
                 pipeline.wait_backward()  # the recompute must see the same default dtype, and what stands in for `log`
         if self._hardware:
-            bring_home(module, self.root_device)
+            for tensor in tensors(outputs):
+                arrived(tensor)
+            bring_home(module, bring_down)
         if len(pieces) > 1:
             logging.replay(losses, weights)
         if any(loss is not None for loss in self._batch.losses):
@@ -558,7 +560,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _merge_outputs(
         self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float
     ) -> STEP_OUTPUT:
-        value = mb.merge_losses(self._at_root(batch.losses), weights)
+        value = mb.merge_losses(batch.losses, weights)
         loss = None
         if value is not None:
             loss = _BatchLoss.apply(torch.zeros((), requires_grad=True), value, self, batch, scale)
@@ -836,6 +838,10 @@ def loss_in(output: Any) -> Tensor | None:
             " be skipped)."
         )
     return output
+
+
+def _detached(loss: Tensor | None) -> Tensor | None:
+    return loss if loss is None or not loss.requires_grad else loss.detach()
 
 
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:

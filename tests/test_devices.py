@@ -83,6 +83,7 @@ class Counts(L.Callback):
         self.devices = devices
         self.peaks: list[list[int]] = []
         self.copies: list[list[tuple[Copies, Copies, Copies]]] = []
+        self.waits: list[int] = []
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.strategy._pipeline.wait_backward()
@@ -90,9 +91,11 @@ class Counts(L.Callback):
         if trainer.global_step > 1:
             self.peaks.append([device.memory.peak for device in self.devices])
             self.copies.append([(device.up, device.down, device.across) for device in self.devices])
+            self.waits.append(sum(device.waits for device in self.devices))
         for device in self.devices:
             device.memory.reset_peak()
             device.up, device.down, device.across = Copies(), Copies(), Copies()
+            device.waits = 0
 
 
 @pytest.fixture(autouse=True)
@@ -166,7 +169,10 @@ def most(microbatches: int, block: type[nn.Module] = Block) -> int:
 def test_memory_to_the_byte(microbatches: int, block: type[nn.Module]) -> None:
     for depth in (24, 96) if microbatches == 2 and block is Block else (6, 24):
         _, counts = train(depth, microbatches, 1, block=block)
-        assert counts.peaks == [[most(microbatches, block)]] * 2
+        # A loss that is still on its way down may be held a little longer than what it is computed of.
+        losses = microbatches * DOUBLE
+        assert len(counts.peaks) == 2
+        assert all(peak - most(microbatches, block) in (0, losses) for (peak,) in counts.peaks)
 
 
 @pytest.mark.parametrize("devices", [2, 4])
@@ -208,12 +214,117 @@ def test_bytes_of_a_batch(devices: int) -> None:
     recomputed = depth - 1  # all but the last block
     entered = 1 if devices == 1 else depth  # blocks whose input is not where they run: the batch, or of another device
     kept = depth - 2 if devices == 1 else depth - 1  # inputs that come down, once: all but the batch itself
-    losses = 4 * microbatches * DOUBLE  # noted by the model, returned, logged and merged
+    losses = 3 * microbatches * DOUBLE  # noted by the model, returned and merged
     for of_batch in counts.copies:
         up, down, across = (sum(copies.nbytes for copies in kind) for kind in zip(*of_batch, strict=True))
         assert up == stages * PARAMETERS + microbatches * (recomputed + entered + crossings) * ACTIVATION
         assert down == depth * PARAMETERS + microbatches * (kept + crossings) * ACTIVATION + losses
         assert across == 0
+
+
+# --- what the host waits for
+
+
+class Scaled(nn.Module):
+    """Its weight lies transposed, and the weight's gradient otherwise: it is one number, seen as many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(3, WIDTH).t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) * self.weight.sum()
+
+
+class Labelled(L.LightningModule):
+    """Its labels and a buffer are on the host, its activations are not. It notes nothing, but logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("position", torch.randn(WIDTH))
+        self.blocks = nn.ModuleList(Scaled() for _ in range(6))
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+        x = batch["x"]
+        for block in self.blocks:
+            x = block(x) + self.position
+        loss = nn.functional.cross_entropy(x, batch["y"], label_smoothing=0.1)
+        self.log("loss", loss)
+        return {"loss": loss, "logits": x.detach()}
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def labelled(microbatches: int) -> list[dict[str, Tensor]]:
+    return [{**batch, "y": torch.arange(len(batch["x"])) % WIDTH} for batch in data(microbatches)]
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+@pytest.mark.parametrize("devices", [1, 2])
+def test_the_host_waits_for_events_alone(devices: int, staleness: int) -> None:
+    """Every copy is from or to pinned memory, and no operation is one whose result the host must see."""
+    microbatches = devices + 1
+    hardware = [SimulatedDevice(index) for index in range(devices)]
+    counts = Counts(hardware)
+    options = {"devices": hardware, "staleness": staleness}
+    strategy = RoundPipeStrategy(microbatches=microbatches, split="step", **options)
+    trainer = fit(Labelled().double(), labelled(microbatches), strategy, callbacks=[counts])
+    assert counts.waits == [0, 0]
+    if not staleness:
+        expected = fit_microbatches(Labelled().double(), labelled(microbatches), microbatches)
+        assert_equal(result(trainer)["weights"], result(expected)["weights"])
+
+
+KEPT: list[Tensor] = []
+
+
+class Keeps(Deep):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        KEPT.append(self.loss(batch))
+        return KEPT[-1]
+
+
+class LooksAtKept(L.Callback):
+    """On the main thread, while the backward may be under way."""
+
+    def __init__(self) -> None:
+        self.sums: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.sums.append(float(torch.stack([loss.detach().cpu() for loss in KEPT]).sum()))
+        KEPT.clear()
+
+
+def test_the_programs_own_work_on_a_device_comes_after_the_pipelines() -> None:
+    looks = LooksAtKept()
+    strategy = RoundPipeStrategy(microbatches=2, split="step", devices=[SimulatedDevice(0), SimulatedDevice(1)])
+    torch.manual_seed(0)
+    fit(Keeps(6).double(), data(2), strategy, callbacks=[looks])
+    assert len(looks.sums) == 3 and all(looks.sums)
+
+
+class ChangesWhatItLogged(Deep):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = self.loss(batch)
+        value = loss.detach() * 3
+        self.log("value", value)
+        value.zero_()
+        return loss
+
+
+def test_what_comes_down_is_what_it_was_then() -> None:
+    """Though it is changed in place at once."""
+    found = []
+    for devices in ([SimulatedDevice(0)], None):
+        torch.manual_seed(0)
+        strategy = RoundPipeStrategy(microbatches=2, split="step", devices=devices)
+        trainer = fit(ChangesWhatItLogged(3).double(), data(2), strategy)
+        found.append(trainer.callback_metrics["value"])
+    assert_equal(*found)
+    assert found[0] > 0
 
 
 # --- what must be waited for
@@ -237,13 +348,13 @@ def test_an_upload_that_is_not_waited_for(of: str, monkeypatch: pytest.MonkeyPat
             wait(self, event)
 
     monkeypatch.setattr(AcceleratorDevice, "_wait_for_upload", wait_for_others)
-    assert re.search(f"reads, on the compute stream .* what the {of}' upload stream .* may not have written", fails())
+    assert re.search(f"reads, on the default stream .* what the {of}' upload stream .* may not have written", fails())
 
 
 def test_a_slot_that_is_used_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     free = AcceleratorDevice._free_slot
     monkeypatch.setattr(AcceleratorDevice, "_free_slot", lambda self, done: free(self, SimulatedEvent()))
-    assert re.search("the parameters' upload stream .* freed while the compute stream .* may still use it", fails())
+    assert re.search("the parameters' upload stream .* freed while the default stream .* may still use it", fails())
 
 
 def test_a_gradient_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +364,7 @@ def test_a_gradient_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_an_input_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was kept for the recompute goes up again before it has come down."""
-    monkeypatch.setattr(accelerator, "_arrival", lambda _: None)
+    monkeypatch.setattr(accelerator, "arrival", lambda _: None)
     assert re.search("reads, on .* what the download stream .* may not have written", fails())
 
 
@@ -265,17 +376,14 @@ def test_a_download_before_its_tensor_is_computed(monkeypatch: pytest.MonkeyPatc
             wait(self, event)
 
     monkeypatch.setattr(SimulatedStream, "wait_event", wait_but_for_computing)
-    assert re.search("reads, on the download stream .* what the compute stream .* may not have written", fails())
+    assert re.search("reads, on the download stream .* what the default stream .* may not have written", fails())
 
 
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_parameters_that_are_written_while_an_upload_reads_them(
-    staleness: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_that_are_written_while_an_upload_reads_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the gradients have come down, so have all uploads for them been made. Not so those for a call without
-    gradients, on a device of its own."""
+    gradients, on a device of its own. (Masters themselves go up by a copy.)"""
     monkeypatch.setattr(ParameterStore, "wait_uploads", lambda *_: None)
-    found = fails(WithTarget().double(), 8, staleness=staleness)
+    found = fails(WithTarget().double(), 8, staleness=1)
     assert re.search("overwrites, on the host, what the parameters' upload stream .* may still read", found)
 
 

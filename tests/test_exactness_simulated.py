@@ -95,6 +95,20 @@ def test_functions_and_checkpoints_between_layers(kind: type, devices: int) -> N
     assert_equal(suite.trained(kind, 3, devices), suite.expected(kind, 3))
 
 
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        habits.InPlaceFirst, habits.ReturnsNothing, habits.ReturnsItsArgument, habits.ResidualStreamInPlace,
+        habits.LastLayerChangesItsArgumentLate,
+    ],
+    ids=lambda kind: kind.__name__,
+)  # fmt: skip
+def test_inputs_that_are_changed_in_place(kind: type, devices: int) -> None:
+    """On their way to host memory, or to another device, they are still what they were."""
+    assert_equal(habits.trained(kind, 3, devices), habits.expected(kind, 3))
+
+
 def test_a_layer_that_a_checkpoint_cannot_find_again(monkeypatch: pytest.MonkeyPatch) -> None:
     one_layer_a_stage(monkeypatch)
 

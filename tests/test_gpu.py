@@ -13,6 +13,9 @@ from helpers import Batches, assert_close, assert_equal, differs, result, split,
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.devices import AcceleratorDevice
+from lightning_roundpipe.devices.accelerator import arrived, moved, pinned_copy
+from lightning_roundpipe.devices.hardware import TorchHardware
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,15 +121,20 @@ def test_memory_does_not_grow_with_depth() -> None:
 
 
 def test_nothing_stays() -> None:
-    torch.accelerator.empty_cache()
-    before = torch.accelerator.memory_allocated()
+    """But for what libraries keep for each stream, from the first time on."""
     fit(Net(), data(12), pipeline())
+    gc.collect()
+    before = torch.accelerator.memory_allocated()
+    for _ in range(3):
+        fit(Net(), data(12), pipeline())
     gc.collect()
     assert torch.accelerator.memory_allocated() == before
 
 
 def test_out_of_memory_and_again() -> None:
     """The same process goes on with smaller microbatches."""
+    gc.collect()
+    torch.accelerator.empty_cache()  # what other tests have left counts, too
     width, samples = 1024, 4096
     _, total = torch.accelerator.get_memory_info()
     # A fifth of what activations of the whole batch in one block take: norm, up, gelu, down and their gradients.
@@ -156,3 +164,109 @@ def test_uploads_overlap_computation(tmp_path: Any) -> None:
     kernels = [(start, end) for name, start, end in events if "Memcpy" not in name and "Memset" not in name]
     beside = sum(any(start < end_k and start_k < end for start_k, end_k in kernels) for start, end in copies)
     assert copies and beside > len(copies) / 2
+
+
+# --- what the devices are made of
+
+
+@pytest.fixture
+def hardware() -> TorchHardware:
+    accelerator = torch.accelerator.current_accelerator()
+    assert accelerator is not None
+    return TorchHardware(torch.device(accelerator.type, 0))
+
+
+def slow(device: torch.device) -> Tensor:
+    """A number, 1, that is there only after a while."""
+    x = torch.eye(4096, device=device)
+    for _ in range(20):
+        x = x @ x
+    return x[0, 0]
+
+
+def test_streams_are_entered_and_left(hardware: TorchHardware) -> None:
+    own, side, other = hardware.current_stream, hardware.stream(), hardware.stream()
+    with hardware.on(side):
+        assert hardware.current_stream == side
+        with hardware.on(own), hardware.on(side), hardware.on(other):
+            assert hardware.current_stream == other
+        assert hardware.current_stream == side
+    assert hardware.current_stream == own and len({own, side, other}) == 3
+
+
+def test_a_thread_begins_with_the_pools_device(hardware: TorchHardware) -> None:
+    with hardware.in_thread():
+        assert torch.accelerator.current_device_index() == hardware.torch_device.index
+
+
+@pytest.mark.parametrize("shape", [(7, 5), (1500, 1001)])
+def test_host_memory(shape: tuple[int, ...], hardware: TorchHardware) -> None:
+    like = torch.randn(shape).t()
+    memory = hardware.host_memory(like, torch.float32)
+    assert memory.is_pinned() and memory.stride() == like.stride() and memory.shape == like.shape
+    memory.copy_(like)
+    there = memory.to(hardware.torch_device, non_blocking=True)
+    back = hardware.host_memory(like, torch.float32).copy_(there, non_blocking=True)
+    hardware.current_stream.record_event().synchronize()
+    assert torch.equal(back, like)
+
+
+def test_copies_keep_values_and_strides(hardware: TorchHardware) -> None:
+    whole = torch.randn(6, 8)
+    for tensor in (whole, whole.t(), whole[:, ::2], whole[:1].expand(6, 8), whole[2:2], whole.to_sparse()):
+        there = moved(tensor, hardware.torch_device, staged=True)
+        back = moved(there, torch.device("cpu"))
+        hardware.current_stream.record_event().synchronize()
+        assert torch.equal(back.to_dense(), tensor.to_dense())
+        if tensor.layout == torch.strided and tensor.numel():
+            assert there.stride() == back.stride() == tensor.stride()
+    pinned = pinned_copy(whole)
+    assert pinned.is_pinned() and pinned_copy(pinned).data_ptr() != pinned.data_ptr()
+
+
+def test_what_comes_down_is_waited_for(hardware: TorchHardware) -> None:
+    device = AcceleratorDevice(hardware, {})
+    with device.running():
+        down = device.bring_down(slow(hardware.torch_device))
+    assert down.is_pinned() and arrived(down).item() == 1.0
+    gradient = slow(hardware.torch_device).expand(3, 2)
+    memory = device.host_memory(torch.empty(2, 3).t(), torch.float32)
+    device.bring_gradient_down(gradient, memory).synchronize()
+    assert memory.tolist() == [[1.0, 1.0]] * 3
+
+
+def test_stopwatch(hardware: TorchHardware) -> None:
+    """Its time is the device's, and the host reads it without waiting."""
+    slow(hardware.torch_device)
+    times = []
+    for waits in (False, True):
+        stopwatch = hardware.stopwatch(hardware.current_stream)
+        if waits:
+            stopwatch.leave_out(lambda: slow(hardware.torch_device).square_())
+        else:
+            slow(hardware.torch_device)
+        stopwatch.stop()
+        assert stopwatch.seconds() is None
+        hardware.current_stream.record_event().synchronize()
+        times.append(stopwatch.seconds())
+    assert times[1] < times[0] / 10
+
+
+class HostMustNotWait(L.Callback):
+    """From the third batch on, torch raises where the host would wait within an operation."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, module: Any, batch: Any, index: int) -> None:
+        if index >= 2:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
+        trainer.strategy._pipeline.wait_backward()
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_host_waits_for_events_alone(precision: str) -> None:
+    try:
+        fit(Net(), data(12), pipeline(), precision=precision, callbacks=[HostMustNotWait()])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -43,7 +43,7 @@ class Asked:
     """A planning that is told of batches with these costs."""
 
     def __init__(self, scheduler: Scheduler, staleness: int = 0) -> None:
-        self.measured = Measured(4, 2)
+        self.measured = Measured(4, [CpuDevice(i, 1) for i in range(2)])
         self.planning = Planning(scheduler, self.measured, staleness, no_failure)
 
     def consider(self, calls: tuple[int, ...], forward: list[float], backward: list[float], microbatches: int) -> None:

@@ -1,8 +1,10 @@
 """A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up.
 
 The host only hands out work, to four streams of the device: one computes, one brings parameters up, one brings inputs
-up (which so need not queue behind a stage's parameters), one brings things down. Who needs what another stream makes,
-or the memory that it uses, waits for an event of that stream, never for the device:
+up (which so need not queue behind a stage's parameters), one brings things down. The one that computes is the program's
+own: whatever the user's code does with a tensor of the device, on the main thread, too, comes after what made it, and
+libraries that keep memory for each stream need it once. Who needs what another stream makes, or the memory that it
+uses, waits for an event of that stream, never for the device:
 
 - computing waits for what it takes to be up, and what is brought down to be computed;
 - parameters have two slots. The next stage's come up while one computes: the host is at most two stages ahead. A slot
@@ -10,18 +12,23 @@ or the memory that it uses, waits for an event of that stream, never for the dev
 - an input's memory, up or on its way down, is used again when the call after its own begins;
 - gradients of a stage are computed when those of the stage before are down;
 - what comes down has an event that the host waits for before it reads it (:func:`arrived`).
+
+A copy from or to host memory that is not pinned would let the host wait: parameters and inputs go up by pinned copies,
+and what comes down, comes to pinned memory.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices.base import Device, Event, Hardware, Stream
+from lightning_roundpipe.devices.base import Device, Event, Hardware, Stopwatch, Stream, arrival, arrived
 from lightning_roundpipe.devices.cpu import copy_with_strides
-from lightning_roundpipe.devices.file_pages import release_file_pages
+from lightning_roundpipe.devices.file_pages import is_on_file, release_file_pages
+from lightning_roundpipe.devices.pinned import dense_strides
 
 _HOST = torch.device("cpu")
 
@@ -43,7 +50,7 @@ class AcceleratorDevice(Device):
         self.torch_device = hardware.torch_device
         self._peers = peers
         peers[self.torch_device] = self
-        self._compute: Stream = hardware.stream("the compute stream")
+        self._compute: Stream = hardware.current_stream
         self._parameters: Stream = hardware.stream("the parameters' upload stream")
         self._inputs: Stream = hardware.stream("the inputs' upload stream")
         self._downloads: Stream = hardware.stream("the download stream")
@@ -59,6 +66,8 @@ class AcceleratorDevice(Device):
         self._gradients_down: Event = now
         self._gradients_before: Event = now
         """The last gradients of earlier stages."""
+        self._stopwatch = hardware.stopwatch(self._compute)
+        """That of the last call."""
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -84,16 +93,28 @@ class AcceleratorDevice(Device):
         self._slots = [self._slots[1], {}]
 
     def begin_gradients(self) -> None:
-        self._compute.wait_event(self._gradients_before)
+        self._wait_for(self._gradients_before)
+
+    def _wait_for(self, event: Event) -> None:
+        """Computing goes on after the event."""
+        self._stopwatch.leave_out(partial(self._compute.wait_event, event))
 
     def outlasting(self, tensors: Iterable[Any]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor) and tensor.device == self.torch_device:
                 _used_by(self._compute, tensor)
 
+    def stopwatch(self) -> Stopwatch:
+        self._stopwatch = self.hardware.stopwatch(self._compute)
+        return self._stopwatch
+
     def settle(self) -> None:
         for stream in (self._parameters, self._inputs, self._compute, self._downloads):
             stream.record_event().synchronize()
+
+    def let_go(self) -> None:
+        self._slots = [{}, {}]
+        self.settle()  # so that it can be used again
 
     # -- up --------------------------------------------------------------------------------------------------------
 
@@ -103,9 +124,9 @@ class AcceleratorDevice(Device):
         if missing:
             with self.hardware.on(self._parameters):
                 for parameter in missing:
-                    there = moved(parameter.detach(), self.torch_device)
+                    there = moved(parameter.detach(), self.torch_device, staged=not parameter.is_pinned())
                     slot[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
-                    if not parameter.requires_grad:
+                    if not parameter.requires_grad and _lies_on_file(parameter):
                         release_file_pages([parameter])
             self._uploaded = self._parameters.record_event()
             self._wait_for_upload(self._uploaded)
@@ -116,11 +137,16 @@ class AcceleratorDevice(Device):
         return self._uploaded
 
     def to_device(self, tensor: Tensor) -> Tensor:
+        return tensor if tensor.device == self.torch_device else self._bring_up(self._kept(tensor))
+
+    def _bring_up(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.torch_device:
             return tensor
-        if (peer := self._peers.get(tensor.device)) is not None:
-            tensor = peer._bring_down(tensor)
-        if (event := _arrival(tensor)) is not None:
+        tensor = self.bring_down(tensor)
+        if tensor.layout != torch.strided:  # the allocator knows of no stream but the one that it was made in
+            with self.running():
+                return moved(arrived(tensor).detach(), self.torch_device)
+        if (event := arrival(tensor)) is not None:
             self._inputs.wait_event(event)
         with self.hardware.on(self._inputs):  # what is the user's own may be written to at any time
             there = moved(tensor.detach(), self.torch_device, staged=event is None)
@@ -129,28 +155,52 @@ class AcceleratorDevice(Device):
         return there
 
     def _wait_for_upload(self, event: Event) -> None:
-        self._compute.wait_event(event)
+        self._wait_for(event)
 
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         peer = self._peers.get(place)
-        return self.to_host(tensor).to(place) if peer is None else peer.to_device(tensor)
+        return self.to_host(tensor).to(place) if peer is None else peer._bring_up(tensor)
 
     # -- down ------------------------------------------------------------------------------------------------------
 
     def to_host(self, tensor: Tensor) -> Tensor:
         if tensor.device == _HOST:
             return tensor
-        peer = self._peers.get(tensor.device)
-        return tensor.detach().to(_HOST) if peer is None else arrived(peer._bring_down(tensor))
+        return arrived(self.bring_down(tensor))
+
+    def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        if tensor.device == _HOST:
+            return tensor
+        if (peer := self._peers.get(tensor.device)) is None:
+            return tensor.detach().to(_HOST)
+        with peer.running():
+            return peer._bring_down(tensor.detach().clone() if copy else tensor)
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
-        if (peer := self._peers.get(tensor.device)) is not None:
-            return peer._bring_down(tensor)
-        tensor = arrived(self.to_host(tensor))
+        if tensor.device != _HOST:
+            return self._kept(tensor) if copy else self.bring_down(tensor)
+        tensor = arrived(tensor)
         return copy_with_strides(tensor) if copy else tensor
 
+    def _kept(self, tensor: Tensor) -> Tensor:
+        """The tensor of any device, in host memory. Its device computes on when it has come down: it may be changed in
+        place."""
+        down = self.bring_down(tensor)
+        if (peer := self._peers.get(tensor.device)) is not None and (event := arrival(down)) is not None:
+            peer._wait_for(event)
+        return down
+
+    def release_inputs(self, kept: Iterable[Any]) -> None:
+        for tensor in kept:
+            if isinstance(tensor, Tensor) and (event := arrival(tensor)) is not None:
+                for peer in self._peers.values():
+                    peer._wait_for(event)
+
+    def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.hardware.host_memory(like, dtype)
+
     def _bring_down(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, which is there after an event; see :func:`arrived`."""
+        """A copy in host memory, which is there after an event."""
         self._downloads.wait_event(self._compute.record_event())
         with self.hardware.on(self._downloads):
             copy = moved(tensor.detach(), _HOST)
@@ -159,6 +209,9 @@ class AcceleratorDevice(Device):
         return copy
 
     def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
+        """Copies a gradient of this device into host memory, where it is after the event."""
+        with self.running():  # of other strides, it would come by memory that is not pinned
+            gradient = _with_strides_of(gradient, memory)
         self._downloads.wait_event(self._compute.record_event())
         with self.hardware.on(self._downloads):
             memory.copy_(gradient, non_blocking=True)
@@ -175,7 +228,7 @@ class AcceleratorDevice(Device):
     def in_thread(self) -> Iterator[None]:
         with ExitStack() as stack:
             stack.enter_context(self.hardware.in_thread())
-            for peer in self._peers.values():
+            for peer in reversed(self._peers.values()):  # the first one is then the current one
                 stack.enter_context(peer.running())
             yield
 
@@ -190,16 +243,11 @@ class AcceleratorDevice(Device):
         self.hardware.generator.manual_seed(seed)
 
 
-def arrived(tensor: Tensor) -> Tensor:
-    """The same tensor in host memory, after the host has waited for it to come down, if it has to."""
-    if (event := _arrival(tensor)) is not None:
-        event.synchronize()
-        del tensor.arrival  # type: ignore[attr-defined]
-    return tensor
-
-
-def _arrival(tensor: Tensor) -> Event | None:
-    return getattr(tensor, "arrival", None)
+def _lies_on_file(parameter: Tensor) -> bool:
+    """Whether the parameter's memory is a file's, which is looked up once."""
+    if not hasattr(parameter, "lies_on_file"):
+        parameter.lies_on_file = is_on_file(parameter)  # type: ignore[attr-defined]
+    return bool(parameter.lies_on_file)  # type: ignore[attr-defined]
 
 
 def _used_by(stream: Any, tensor: Tensor) -> None:
@@ -208,13 +256,29 @@ def _used_by(stream: Any, tensor: Tensor) -> None:
         tensor.record_stream(stream)
 
 
+def _with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """The tensor, or a copy of it on its device, with the other's strides."""
+    strides = zip(tensor.size(), tensor.stride(), other.stride(), strict=True)
+    if all(size == 1 or own == wanted for size, own, wanted in strides):
+        return tensor
+    like = torch.empty_strided(other.size(), other.stride(), dtype=tensor.dtype, device=tensor.device)
+    return like.copy_(tensor)
+
+
+def pinned_copy(tensor: Tensor) -> Tensor:
+    """A copy of a host tensor in pinned memory, without gaps. Nobody else writes to it."""
+    dense = tensor.is_contiguous() or tensor.stride() == dense_strides(tensor)
+    return (tensor if dense and not tensor.is_pinned() else tensor.clone()).pin_memory()
+
+
 def moved(tensor: Tensor, device: torch.device, *, staged: bool = False) -> Tensor:
     """A copy on another device with the same strides: what looks at a tensor's layout must see the same there.
 
     Args:
-        tensor: What is copied. The host does not wait for it, unless it has to make strides with gaps.
+        tensor: What is copied. The host does not wait for it, unless it has to make strides with gaps, or what is in
+            host memory is not pinned.
         device: Where to.
-        staged: Whether it may be written to before it has been copied.
+        staged: Whether it goes by a pinned copy: it may be written to before it is there, or is not pinned itself.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
         return tensor.to(device)
@@ -224,9 +288,7 @@ def moved(tensor: Tensor, device: torch.device, *, staged: bool = False) -> Tens
         for dim in repeated:
             once = once.narrow(dim, 0, 1)
         return moved(once, device, staged=staged).expand(tensor.size())
-    source = tensor
-    if staged and tensor.device == _HOST:
-        source = (tensor.clone() if tensor.is_pinned() else tensor).pin_memory()
+    source = pinned_copy(tensor) if staged and tensor.device == _HOST else tensor
     copy = source.to(device, non_blocking=True)
     if copy.stride() == tensor.stride() or tensor.numel() == 0:
         return copy

@@ -1,7 +1,7 @@
 """What the pipeline asks of a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -61,6 +61,19 @@ class Generator(Protocol):
     def manual_seed(self, seed: int) -> Any: ...
 
 
+class Stopwatch(Protocol):
+    """Measures how long a device works. It runs from the beginning."""
+
+    def leave_out(self, wait: Callable[[], None]) -> None:
+        """Lets the device wait for something, which is no work of its own."""
+
+    def stop(self) -> None:
+        """The end."""
+
+    def seconds(self) -> float | None:
+        """How long it ran. None while the device has not done the work yet."""
+
+
 class Hardware(Protocol):
     """An accelerator."""
 
@@ -71,14 +84,38 @@ class Hardware(Protocol):
     def generator(self) -> Generator:
         """The one that layers draw from."""
 
+    @property
+    def current_stream(self) -> Any:
+        """The stream that this thread's work on the device goes to."""
+
     def stream(self, name: str) -> Any:
         """A new stream."""
+
+    def stopwatch(self, stream: Any) -> Stopwatch:
+        """For the work of a stream."""
+
+    def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Host memory for a tensor of this shape and these strides, from which and to which the device copies while the
+        host goes on. Its contents mean nothing."""
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Within it, this thread's work on the device goes to a stream. May be entered again."""
 
     def in_thread(self) -> AbstractContextManager[Any]:
         """Around what a thread does with tensors on such devices."""
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """The same tensor in host memory, after the host has waited for it to come down, if it has to."""
+    if (event := arrival(tensor)) is not None:
+        event.synchronize()
+        del tensor.arrival  # type: ignore[attr-defined]
+    return tensor
+
+
+def arrival(tensor: Tensor) -> Event | None:
+    """When a tensor will have come down to host memory, if that is still to be waited for."""
+    return getattr(tensor, "arrival", None)
 
 
 class Device(ABC):
@@ -116,6 +153,10 @@ class Device(ABC):
         """The host waits until all is done that the device was given."""
 
     @abstractmethod
+    def let_go(self) -> None:
+        """Lets go of what was brought up, after the last call, and settles."""
+
+    @abstractmethod
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """The parameters of a layer, on this device, as leaves that autograd can take gradients of."""
 
@@ -133,16 +174,30 @@ class Device(ABC):
         """A gradient or a result, in host memory."""
 
     @abstractmethod
+    def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        """A result of any device, in host memory, where it is when it has arrived; see :func:`arrived`. Until then it
+        must not be changed in place on the device, but where that is copied first."""
+
+    @abstractmethod
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         """The gradient of an activation that came from another place, there."""
 
     @abstractmethod
-    def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
-        """Copies a gradient of this device into host memory, where it is after the event."""
+    def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Host memory for a tensor of this shape and these strides, whose contents mean nothing yet. What lies there
+        can be copied to the device, and back, while the host goes on."""
+
+    @abstractmethod
+    def stopwatch(self) -> Stopwatch:
+        """For one call's work."""
 
     @abstractmethod
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
-        """A call's input, kept in host memory for the recompute; a true copy where asked for."""
+        """A call's input, kept in host memory for the recompute; as a true copy where it may be changed in place."""
+
+    @abstractmethod
+    def release_inputs(self, kept: Iterable[Any]) -> None:
+        """What was kept of a call's inputs is not needed: they may be changed in place from now on."""
 
     @abstractmethod
     def running(self) -> AbstractContextManager[Any]:

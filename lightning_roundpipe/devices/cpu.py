@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.base import Device, Event
+from lightning_roundpipe.devices.base import Device
+from lightning_roundpipe.devices.stopwatch import HostStopwatch
 
 _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 
@@ -36,6 +37,9 @@ class CpuDevice(Device):
     def settle(self) -> None:
         """Nothing: what is done is done."""
 
+    def let_go(self) -> None:
+        """Nothing: nothing was."""
+
     def upload(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         return list(parameters)
 
@@ -52,11 +56,20 @@ class CpuDevice(Device):
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         return tensor
 
-    def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
-        raise NotImplementedError("gradients of a virtual device are in host memory")
+    def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
+        return tensor
 
     def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
         return copy_with_strides(tensor) if copy else tensor
+
+    def release_inputs(self, kept: Iterable[Any]) -> None:
+        """Nothing: nobody reads them."""
+
+    def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+    def stopwatch(self) -> HostStopwatch:
+        return HostStopwatch()
 
     def running(self) -> AbstractContextManager[None]:
         # OpenMP's thread count belongs to the calling thread: no other device and no user code is affected.

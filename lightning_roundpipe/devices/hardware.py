@@ -1,12 +1,16 @@
 """A real accelerator, as far as :class:`AcceleratorDevice` needs it, by torch's device-neutral API."""
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lightning_roundpipe.devices.base import Generator
+from lightning_roundpipe.devices.pinned import pinned_memory
 from lightning_roundpipe.devices.simulated import SimulatedDevice, simulated_device
+from lightning_roundpipe.devices.stopwatch import EventStopwatch
 
 
 class TorchHardware:
@@ -27,6 +31,11 @@ class TorchHardware:
         module.init()  # there are no generators before
         self.generator: Generator = module.default_generators[torch_device.index]
 
+    @property
+    def current_stream(self) -> torch.Stream:
+        """The stream that this thread's work on the device goes to."""
+        return torch.accelerator.current_stream(self.torch_device)
+
     def stream(self, name: str = "") -> torch.Stream:
         """A new stream. Those of torch have no names."""
         return torch.Stream(self.torch_device)
@@ -39,9 +48,21 @@ class TorchHardware:
             stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
         )
 
-    def in_thread(self) -> AbstractContextManager[None]:
-        """Around what a thread does with its tensors."""
-        return nullcontext()
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Around what a thread does with its tensors. It begins with the machine's first device, on which nothing is to
+        be left: whatever comes back to that one would take some of its memory."""
+        torch.accelerator.set_device_index(self.torch_device)
+        yield
+
+    def stopwatch(self, stream: torch.Stream) -> EventStopwatch:
+        """For the work of a stream."""
+        return EventStopwatch(stream)
+
+    def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Pinned memory for a tensor of this shape and these strides."""
+        runtime = torch.cuda.cudart() if self.torch_device.type == "cuda" else None
+        return pinned_memory(like, dtype, runtime)
 
 
 def hardware_of(torch_device: torch.device) -> TorchHardware | SimulatedDevice:

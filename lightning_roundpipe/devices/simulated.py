@@ -28,9 +28,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
 from lightning_roundpipe.devices.simulated_random import keep_random_states
 from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses, current_stream
+from lightning_roundpipe.devices.stopwatch import HostStopwatch
 
 _aten = torch.ops.aten
 _thread = threading.local()
@@ -70,6 +72,8 @@ class SimulatedDevice:
         up: Copies from the host.
         down: Copies to the host.
         across: Copies from other devices.
+        waits: How often the host has waited within an operation: for a result, a copy that was not to be
+            ``non_blocking``, or one from or to host memory that is not pinned or lies otherwise.
         generator: Its random number generator; the CPU's algorithm.
     """
 
@@ -83,6 +87,7 @@ class SimulatedDevice:
         self.latency = latency
         self.memory = SimulatedMemory(self.name, capacity)
         self.up, self.down, self.across = Copies(), Copies(), Copies()
+        self.waits = 0
         self.generator = torch.Generator().manual_seed(0)
         self.default_stream = SimulatedStream(self.name, "the default stream")
         _devices[index] = self
@@ -104,6 +109,14 @@ class SimulatedDevice:
     def current_stream(self) -> SimulatedStream:
         """The stream that this thread's operations go to."""
         return current_stream(self.name) or self.default_stream
+
+    def stopwatch(self, stream: SimulatedStream) -> HostStopwatch:
+        """For the work of a stream: by the host's clock, for the host does it."""
+        return HostStopwatch()
+
+    def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """Memory for a tensor of this shape and these strides that counts as pinned."""
+        return _note_pinned(torch.empty_strided(like.size(), dense_strides(like), dtype=dtype, device="cpu"))
 
     def synchronize(self) -> None:
         """The host waits for the present stream and the default one."""
@@ -349,7 +362,7 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _host_uses:
             _check_host(func, args, kwargs)
         if func is _aten.is_pinned.default:
-            return args[0].untyped_storage()._cdata in _pinned
+            return _is_pinned(args[0])
         if func is _aten._pin_memory.default:
             return pinned(args[0])
         return func(*args, **kwargs)
@@ -381,6 +394,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], home: Sim
     else:
         result = func(*host_args, **host_kwargs)
     if func in _WAIT_FOR_THE_DEVICE:
+        home.waits += 1
         stream.synchronize()
     for value in _tensors([args[i] for i in schema.written if i < len(args)], SimulatedTensor):
         _follow_data(value, stream)
@@ -532,9 +546,9 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     giver = simulated_device(source.device) if isinstance(source, SimulatedTensor) else None
     taker = simulated_device(target) if _is_simulated(target) else None
     data = source.data_on_host if isinstance(source, SimulatedTensor) else source
-    stream = (taker or giver).current_stream  # type: ignore[union-attr]
-    if giver is not None and taker is not None:  # between two devices both wait, as for CUDA's
-        stream.wait_stream(giver.current_stream)
+    stream = (giver or taker).current_stream  # type: ignore[union-attr]
+    if giver is not None and taker is not None:  # as for CUDA's: the giver copies, and both wait
+        stream.wait_stream(taker.current_stream)
     stream.issue()
     if isinstance(source, SimulatedTensor):
         source.block.uses.read(stream, func)
@@ -562,17 +576,38 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         giver.count(giver.down, nbytes, stream)
     else:
         taker.count(taker.across, nbytes, stream)
-        giver.current_stream.wait_stream(stream)
-    if blocking and (giver is None or taker is None):
-        stream.synchronize()
+        taker.current_stream.wait_stream(stream)
+    if giver is None or taker is None:
+        on_host = result if taker is None else source
+        if makes and taker is None and not blocking:  # as real devices do
+            _note_pinned(on_host)
+        on_device = source if taker is None else result
+        flows = _is_pinned(on_host) and _lies_as(on_host, on_device)
+        (taker or giver).waits += blocking or not flows  # type: ignore[union-attr]
+        if blocking:
+            stream.synchronize()
     return result
+
+
+def _lies_as(on_host: Tensor, other: Tensor) -> bool:
+    """Whether a copy goes right to or from the host tensor's memory. Else it goes by some that is not pinned."""
+    return on_host.is_contiguous() or on_host.stride() == other.stride() == dense_strides(on_host)
 
 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy of a host tensor in memory that counts as pinned."""
-    copy = _placed_like(tensor, tensor.clone())
-    _pinned[copy.untyped_storage()._cdata] = copy.untyped_storage()
-    return copy
+    return _note_pinned(_placed_like(tensor, tensor.clone()))
+
+
+def _note_pinned(tensor: Tensor) -> Tensor:
+    """The tensor, whose host memory counts as pinned from now on."""
+    if tensor.layout == torch.strided:
+        _pinned[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+    return tensor
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.untyped_storage()._cdata in _pinned
 
 
 def _placed_like(source: Tensor, copy: Tensor) -> Tensor:
@@ -605,7 +640,9 @@ class _HostMemory:
 
 _host_uses: dict[int, _HostMemory] = {}
 _host_uses_lock = threading.Lock()
-_MANY = 64
+_SOME_STORAGE = torch.empty(0).untyped_storage()
+_OURS_ALONE = torch._C._storage_Use_Count(_SOME_STORAGE._cdata)
+"""The count of a storage that nobody else holds."""
 _pinned: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
 
@@ -619,16 +656,16 @@ def _use_host_memory(tensor: Tensor, blocking: bool) -> Uses:
         if found is None:
             found = _HostMemory(storage)
             if not blocking:
-                if len(_host_uses) % _MANY == 0:
-                    _forget_host_uses()
+                _forget_host_uses()
                 _host_uses[storage._cdata] = found
     return found.uses
 
 
 def _forget_host_uses() -> None:
-    """Lets go of the memory that no stream is at work with any more."""
+    """Lets go of the memory that no stream is at work with any more, or nobody else holds: what is pinned is then kept
+    from other uses by the allocator, and what is not, was copied while the host waited."""
     for key, memory in list(_host_uses.items()):
-        if memory.is_done:
+        if memory.is_done or torch._C._storage_Use_Count(key) == _OURS_ALONE:
             del _host_uses[key]
 
 

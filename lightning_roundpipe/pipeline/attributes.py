@@ -362,10 +362,13 @@ class ModuleAttributes:
 
     def end_batch(self, batch: Batch) -> None:
         """Leaves attributes as if the microbatches had run one after the other."""
-        self._found_last.clear()
+        self.forget()
         for microbatch in batch.runs:
             for (module, name), value in microbatch.attributes.items() if microbatch is not None else ():
                 _put(self._modules[module], name, value)
+        for microbatch in batch.runs:
+            if microbatch is not None:
+                microbatch.attributes = {}
         if batch.records:
             for key, use in self._uses.items():
                 if use.goes_on(key[0] in self._watched):
@@ -375,6 +378,10 @@ class ModuleAttributes:
                 if key[0] in self._watched and not use.read and not use.read_by_layers:
                     self._made_anew.add(key)
             self._uses = {}
+
+    def forget(self) -> None:
+        """Lets go of what modules had."""
+        self._found_last.clear()
 
     def _use(self, key: Key) -> Use:
         return self._uses.setdefault(key, Use())

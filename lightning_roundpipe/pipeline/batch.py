@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.devices import arrived
 from lightning_roundpipe.pipeline.interception import OutsideParameters, in_checkpoint
 from lightning_roundpipe.pipeline.looking import Looks
 from lightning_roundpipe.pipeline.occupancy import Occupancy
@@ -93,6 +94,8 @@ class Microbatch:
 
     def drop(self) -> None:
         """Lets go of what only the backward needs."""
+        for call in self.calls:
+            call.retire()
         self.calls = []
         self.units_counted = {}
         self.found = []
@@ -230,10 +233,22 @@ class Batch:
         """Whether the microbatches run one after the other."""
         return self.plan is None
 
-    def take(self, index: int, result: Any) -> list[Tensor]:
-        """Takes what a microbatch's step returned. Returns the tensors that its backward begins with."""
-        self.losses[index] = None if result is None else result.detach().to("cpu")  # no device's memory is held by it
+    def take(self, index: int, result: Any, bring_down: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Takes what a microbatch's step returned. Returns the tensors that its backward begins with.
+
+        Args:
+            index: The microbatch.
+            result: The loss, or None.
+            bring_down: See :meth:`Device.bring_down`: no device's memory is held by what the caller of the step gets.
+        """
+        self.losses[index] = None if result is None else bring_down(result.detach())
         return [] if result is None else [result]
+
+    def wait_losses(self) -> None:
+        """Waits until every loss has come down."""
+        for loss in self.losses:
+            if loss is not None:
+                arrived(loss)
 
     def seeds(self, index: int, roots: Sequence[Tensor]) -> list[Tensor]:
         """The gradients of these tensors."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import AcceleratorDevice, Device
 from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Microbatch, present
@@ -210,9 +210,9 @@ class LayerCalls(CallOwner):
             )
             count_gradients(device, microbatch, found)
             self._store.note_upload(call.layer, device)
-            if not device.is_host:
+            if isinstance(device, AcceleratorDevice):
                 done = microbatch.frozen if sums is None else microbatch.frozen | sums.taken
-                found = [(p, device.to_host(gradient)) for p, gradient in found if id(p) not in done]
+                found = [(p, device.bring_down(gradient)) for p, gradient in found if id(p) not in done]
             self._collector.take(microbatch, call, found)
             place = self._handover.request()
             if device.is_host:

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import Device
+from lightning_roundpipe.devices import AcceleratorDevice, Device
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.device_sums import DeviceSums
@@ -77,7 +77,7 @@ class Collector:
         """
         batch, plan = microbatch.batch, microbatch.batch.plan
         if (
-            device.is_host
+            not isinstance(device, AcceleratorDevice)
             or plan is None
             or call.position is None
             or plan.backward_stage[call.position] != microbatch.stage

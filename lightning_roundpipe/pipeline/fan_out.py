@@ -1,6 +1,6 @@
 """One call of a module within a step that sees the whole batch: run in microbatches, joined into one node."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class FanOut(Batch):
         with self._autocast[index].again(), _grad_mode(self._grad):
             return self._module.forward(*args, **kwargs)
 
-    def take(self, index: int, result: Any) -> list[Tensor]:
+    def take(self, index: int, result: Any, bring_down: Callable[[Tensor], Tensor]) -> list[Tensor]:
         leaves, rebuild = flatten(result)
         if index == 0:
             self._rebuild_output = rebuild

@@ -1,9 +1,12 @@
 """What layer calls cost, and how long the devices are busy: measured while batches run."""
 
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+
+from lightning_roundpipe.devices import Device, Stopwatch
 
 _CALLS_AVERAGED = 50
 _CALLS_TRUSTED = 5
@@ -33,18 +36,39 @@ class DeviceUse:
     calls: int = 0
 
 
-class _TimedCall:
-    def __init__(self, use: DeviceUse, costs: Costs, besides: float) -> None:
-        self._use, self._costs, self._besides = use, costs, besides
+@dataclass(slots=True)
+class _Measurement:
+    """How long something took on a device, which is known when the device has done it.
+
+    Attributes:
+        stopwatch: It has been stopped.
+        use: Of the device.
+        costs: Of a call, or None where it was none.
+        besides: Seconds that count for the costs, too.
+    """
+
+    stopwatch: Stopwatch
+    use: DeviceUse
+    costs: Costs | None
+    besides: float
+
+    def count(self, seconds: float) -> None:
+        self.use.busy_seconds += seconds
+        if self.costs is not None:
+            self.use.calls += 1
+            self.costs.add(seconds + self.besides)
+
+
+class _Timed:
+    def __init__(self, measured: "Measured", device: int, costs: Costs | None, besides: float) -> None:
+        self._measured, self._device, self._costs, self._besides = measured, device, costs, besides
 
     def __enter__(self) -> None:
-        self._start = time.perf_counter()
+        self._stopwatch = self._measured.devices[self._device].stopwatch()
 
     def __exit__(self, *exc: object) -> None:
-        seconds = time.perf_counter() - self._start
-        self._use.busy_seconds += seconds
-        self._use.calls += 1
-        self._costs.add(seconds + self._besides)
+        self._stopwatch.stop()
+        self._measured.take(self._device, self._stopwatch, self._costs, self._besides)
 
 
 class Measured:
@@ -52,35 +76,50 @@ class Measured:
 
     Args:
         layers: Number of layers.
-        devices: Number of devices.
+        devices: The devices.
     """
 
-    def __init__(self, layers: int, devices: int) -> None:
+    def __init__(self, layers: int, devices: Sequence[Device]) -> None:
+        self.devices = devices
         self.forward = [Costs() for _ in range(layers)]
         self.backward = [Costs() for _ in range(layers)]
-        self.use = [DeviceUse() for _ in range(devices)]
+        self.use = [DeviceUse() for _ in devices]
+        self._lock = threading.Lock()
+        self._pending: list[deque[_Measurement]] = [deque() for _ in devices]
+        """What devices were given, and may not have done yet, in its order."""
 
     def forward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
         """Measures a layer's forward on a device."""
-        return self._call(device, self.forward[layer])
+        return _Timed(self, device, self.forward[layer], 0.0)
 
     def backward_call(self, device: int, layer: int, *, recomputes: bool) -> AbstractContextManager[None]:
         """Measures a layer's backward, with the recompute. If there is none, one is counted that takes as long as the
         forward, so that costs do not depend on the stages that the layers are in."""
-        return self._call(device, self.backward[layer], 0.0 if recomputes else self.forward[layer].mean)
+        return _Timed(self, device, self.backward[layer], 0.0 if recomputes else self.forward[layer].mean)
 
-    def _call(self, device: int, costs: Costs, besides: float = 0.0) -> "_TimedCall":
-        return _TimedCall(self.use[device], costs, besides)
-
-    @contextmanager
-    def busy(self, device: int) -> Iterator[None]:
+    def busy(self, device: int) -> AbstractContextManager[None]:
         """Measures other work of a device."""
-        start = time.perf_counter()
-        yield
-        self.use[device].busy_seconds += time.perf_counter() - start
+        return _Timed(self, device, None, 0.0)
+
+    def take(self, device: int, stopwatch: Stopwatch, costs: Costs | None, besides: float) -> None:
+        """Takes what was measured on a device."""
+        with self._lock:
+            self._pending[device].append(_Measurement(stopwatch, self.use[device], costs, besides))
+            self._count(self._pending[device])
+
+    def settle(self) -> None:
+        """Counts all that is known by now."""
+        with self._lock:
+            for pending in self._pending:
+                self._count(pending)
+
+    def _count(self, pending: deque[_Measurement]) -> None:
+        while pending and (seconds := pending[0].stopwatch.seconds()) is not None:
+            pending.popleft().count(seconds)
 
     def costs_of(self, calls: Sequence[int]) -> tuple[list[float], list[float]]:
         """Seconds of each call's forward, and of its backward including the recompute."""
+        self.settle()
         forward = [self.forward[i].mean for i in calls]
         return forward, [self.backward[i].mean or 3 * self.forward[i].mean for i in calls]
 

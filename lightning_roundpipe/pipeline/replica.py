@@ -288,6 +288,10 @@ class Layer:
         if replica.can_be_reused():
             self._free.append(replica)
 
+    def forget(self) -> None:
+        """Lets go of the attributes that it had, and of replicas in waiting, which have them, too."""
+        self._state, self._state_items, self._free = None, Items(()), []
+
     def module_index(self, value: object) -> int | None:
         return self._module_index.get(id(value))
 

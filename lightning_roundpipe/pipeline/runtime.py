@@ -35,6 +35,7 @@ from lightning_roundpipe.pipeline.planning import Planning
 from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.stand_ins import StandIns
 from lightning_roundpipe.pipeline.steps import Step, Steps
+from lightning_roundpipe.pipeline.strays import let_go_of_graphs
 from lightning_roundpipe.pipeline.threads import Threads
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor, Turnstiles
@@ -80,9 +81,9 @@ class Pipeline:
         share_compiled_code(root, self.layers, compile_settings)
         count_compilations()
         self.monitor = Monitor()
-        self.store = ParameterStore(root, self.layers, self.monitor, staleness)
+        self.store = ParameterStore(root, self.layers, self.monitor, staleness, self.devices[0].host_memory)
         self.gradients = Gradients(self.store, self.monitor)
-        self.measured = Measured(len(self.layers), len(self.devices))
+        self.measured = Measured(len(self.layers), self.devices)
         self.peaks = [Peaks() for _ in self.devices]
         self.batch: Batch | None = None
         """The last batch."""
@@ -211,6 +212,7 @@ class Pipeline:
                         work = partial(self._steps.run, batch, index, step, splitter)
                         self._threads.submit(index, work, then=batch.thread_done)
                     self.until(batch.wait_forward)
+                    batch.wait_losses()
                     if not deferred and (batch.serial or self.draws_on_the_host()):
                         self.until(batch.wait_all)
             finally:
@@ -328,8 +330,13 @@ class Pipeline:
         self.batch = None
         if isinstance(self.monitor.failure, torch.OutOfMemoryError):
             release_frames(self.monitor.failure)
+        self._attributes.forget()
+        for layer in self.layers:
+            layer.forget()
+        if not all(device.is_host for device in self.devices):
+            let_go_of_graphs(self.root)
         for device in self.devices:
-            device.settle()  # so that what was let go of can be used again
+            device.let_go()
 
     # -- questions -------------------------------------------------------------------------------------------------
 

@@ -181,7 +181,7 @@ class Steps:
         self._turns.pass_forward(microbatch)
         if batch.records and batch.microbatches > 1:
             self._attributes.end_step(microbatch)
-        roots = batch.take(microbatch.index, result)
+        roots = batch.take(microbatch.index, result, partial(self._devices[microbatch.device].bring_down, copy=True))
         self._collector.count_calls(microbatch, roots)
         return roots
 

@@ -4,6 +4,8 @@ The code of a step finds its activations on the device of the layer before, and 
 it brings itself (masks that it makes, attributes, labels) lies on the host, or where an earlier layer ran.
 """
 
+import operator
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any
@@ -14,7 +16,9 @@ from torch.autograd import Function, _make_grads
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from lightning_roundpipe.pipeline.watching import OF_ALL_MODULES
+from lightning_roundpipe.devices import arrived
+from lightning_roundpipe.devices.accelerator import pinned_copy
+from lightning_roundpipe.pipeline.watching import OF_ALL_MODULES, is_plain_object
 
 _JOINING = {
     torch.cat, torch.concat, torch.concatenate, torch.stack, torch.hstack, torch.vstack, torch.dstack,
@@ -71,7 +75,7 @@ def _watch_custom_functions() -> None:
             on_devices = [arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
             if on_devices:
                 args = tuple(
-                    arg.to(on_devices[0]) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args
+                    _to(arg, on_devices[0]) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args
                 )
         return apply(cls, *args, **kwargs)
 
@@ -88,27 +92,64 @@ def _backward(
     _engine_run_backward(tensors, seeds, keep, create_graph, tuple(inputs or ()), True, accumulate_grad=True)
 
 
-def bring_home(root: nn.Module, home: torch.device) -> None:
-    """After a step: what it has left on the modules, in lists and dicts, too, goes where the trainer's tensors are."""
+def bring_home(root: nn.Module, bring_down: Callable[[Tensor], Tensor]) -> None:
+    """After a step: what it has left on the modules, in lists and dicts, too, goes to host memory, where the module is.
+
+    Args:
+        root: The user's module.
+        bring_down: See :meth:`Device.bring_down`.
+    """
+    brought: dict[int, tuple[Tensor, Tensor]] = {}  # what is in several places stays one tensor
+
+    def down(tensor: Tensor) -> Tensor:
+        if tensor.device.type == "cpu":
+            return tensor
+        if id(tensor) not in brought:  # what has a gradient keeps it
+            brought[id(tensor)] = tensor, tensor.to("cpu") if tensor.requires_grad else bring_down(tensor)
+        return brought[id(tensor)][1]
+
+    _replace_all(root, down)
+    for _, tensor in brought.values():
+        arrived(tensor)
+
+
+def let_go_of_graphs(root: nn.Module) -> None:
+    """After the last step: of what steps have left on the modules only the values stay. The graph of how they came
+    about would hold what autograd has saved of it, on the devices."""
+    _replace_all(root, lambda tensor: tensor if tensor.grad_fn is None else tensor.detach())
+
+
+def _replace_all(root: nn.Module, new: Callable[[Tensor], Tensor]) -> None:
+    """Puts other tensors in place of those among the modules' attributes and buffers."""
     for module in root.modules():
-        for values in (module.__dict__, module.__dict__.get("_buffers", {})):
-            for name, value in values.items():
-                if isinstance(value, Tensor):
-                    if value.device != home:
-                        values[name] = value.to(home)
-                elif name not in OF_ALL_MODULES:
-                    _bring_contents(value, home, 3)
+        attributes, buffers = module.__dict__, module._buffers
+        for name in [name for name in attributes if name not in OF_ALL_MODULES]:
+            attributes[name] = _replaced(attributes[name], new, _DEPTH)
+        for name, buffer in buffers.items():
+            buffers[name] = None if buffer is None else new(buffer)
 
 
-def _bring_contents(value: Any, home: torch.device, depth: int) -> None:
-    if not isinstance(value, (list, dict)):
-        return
-    for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
-        if isinstance(item, Tensor):
-            if item.device != home:
-                value[key] = item.to(home)
-        elif depth > 1:
-            _bring_contents(item, home, depth - 1)
+_DEPTH = 4
+"""How many containers and objects within one another are looked into."""
+
+
+def _replaced(value: Any, new: Callable[[Tensor], Tensor], depth: int) -> Any:
+    """The value with other tensors in place of its own. It is the same object, unless it is a tensor or a tuple."""
+    if isinstance(value, Tensor):
+        return new(value)
+    if not depth:
+        return value
+    holder: Any = vars(value) if is_plain_object(value) else value
+    if isinstance(holder, tuple):
+        items = [_replaced(item, new, depth - 1) for item in holder]
+        if all(map(operator.is_, items, holder)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(holder, (list, deque, dict)):
+        for key, item in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+            if (replaced := _replaced(item, new, depth - 1)) is not item:
+                holder[key] = replaced
+    return value
 
 
 def _is_in_place(name: str) -> bool:
@@ -118,7 +159,7 @@ def _is_in_place(name: str) -> bool:
 def _move(item: Any, target: torch.device, numbers: bool) -> Any:
     if isinstance(item, Tensor):
         stays = item.device == target or (numbers and item.dim() == 0 and item.device.type == "cpu")
-        return item if stays else item.to(target)
+        return item if stays else _to(item, target)
     if type(item) in (list, tuple):
         return type(item)(_move(part, target, numbers) for part in item)
     return item
@@ -127,10 +168,17 @@ def _move(item: Any, target: torch.device, numbers: bool) -> Any:
 def _move_to_each(item: Any, tensors: Any) -> Any:
     """Values, each to where its tensor is."""
     if isinstance(item, Tensor):
-        return item.to(tensors.device if isinstance(tensors, Tensor) else tensors[0].device)
+        return _to(item, tensors.device if isinstance(tensors, Tensor) else tensors[0].device)
     if type(item) in (list, tuple):
         return type(item)(map(_move_to_each, item, tensors))
     return item
+
+
+def _to(tensor: Tensor, target: torch.device) -> Tensor:
+    """The tensor there. The host does not wait for what goes up."""
+    if tensor.device.type != "cpu" or target.type == "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+        return tensor.to(target)
+    return pinned_copy(tensor).to(target, non_blocking=True)
 
 
 def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:

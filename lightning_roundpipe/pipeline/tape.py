@@ -297,6 +297,9 @@ class Call:
             self.fingerprints = [Fingerprint.of(leaf) for leaf in run.leaves if isinstance(leaf, Tensor)]
         self.leaf_count = len(run.leaves)
         plain = self._trace(run)
+        if mode == Mode.DROP and not self.differentiable:  # so there is no recompute that would see them changed
+            device.release_inputs(self._saved)
+            self._saved = []
         if keeps:
             self.kept = Graph([run.leaves[i] for i in self.differentiable], run.edges, run.parameters)
         elif self._missing is not None and plain and run.is_plain:
@@ -419,7 +422,7 @@ class Call:
             detached = leaf.detach()
             kept = device.keep_input(detached, copy=copy)
             self._saved.append(kept)
-            if not leaf.is_inference() and (self.is_new or kept is detached):
+            if not leaf.is_inference() and (self.is_new or not copy):
                 counter = detached if device.is_host else _version_of(detached)
                 self._versions.append((i, counter, leaf._version))
 
@@ -509,13 +512,27 @@ class Call:
                 self.layer.give_back(self._replica)
                 self._replica = None
 
+    def retire(self) -> None:
+        """After the microbatch: a tensor that the step has left somewhere may lead here for ever, and is not to hold
+        anything by it."""
+        if self._replica is not None:  # its graph was kept, and was not needed
+            self.layer.give_back(self._replica)
+            self._replica = None
+        self.kept = self._incomplete = self._missing = self.deferred = None
+        self._let_go()
+        self.arguments.leaves, self.parameters, self.deferred_gradients = [], (), []
+        self.arguments.forget()
+        self.state = _NO_STATE
+        self._versions, self._aliases, self.reached = [], [], []
+
     def weight_gradients(self, device: Device) -> list[tuple[Tensor, Tensor]]:
-        """The gradients of the parameters that :meth:`backward` has left for later, as it gives those it has."""
+        """The gradients of the parameters that :meth:`backward` has left for later, in host memory, or on their way
+        there."""
         deferred, self.deferred = self.deferred, None
         if deferred is None:
             return []
         masters = {id(leaf): master for master, leaf in zip(self.layer.parameters, deferred.parameters, strict=True)}
-        return [(masters[id(leaf)], device.to_host(gradient)) for leaf, gradient in deferred.gradients()]
+        return [(masters[id(leaf)], device.bring_down(gradient)) for leaf, gradient in deferred.gradients()]
 
     def _differentiate(
         self,
@@ -535,7 +552,7 @@ class Call:
                 seeds.append(gradient)
             elif output.requires_grad:
                 outputs.append(output)
-                seeds.append(device.to_device(gradient))
+                seeds.append(device.send(gradient, device.torch_device))
         targets: list[Any] = list(graph.inputs)
         masters: list[Tensor] = []
         if parameters:
@@ -862,6 +879,7 @@ class Enter(torch.autograd.Function):
 
 
 _NOTHING = nullcontext()
+_NO_STATE = AttributeState([], [], [], [], [], [])
 _LEAF = torch.empty(0, requires_grad=True)
 """Makes what a call begins with require gradients. It gets none itself."""
 

@@ -5,14 +5,15 @@ first (last use first), then the microbatches in turn, batch after batch until t
 """
 
 import threading
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
-from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.devices import AcceleratorDevice, Event, arrived
+from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.pipeline.turnstile import Monitor
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
@@ -20,11 +21,6 @@ from lightning_roundpipe.state.parameters import ParameterStore, Unit
 def add(first: Tensor, second: Tensor) -> Tensor:
     """The sum of two gradients, each of which may be sparse: torch adds a sparse one to a dense one only."""
     return second + first if first.is_sparse else first + second
-
-
-def dense_strides(tensor: Tensor) -> tuple[int, ...]:
-    """Those of a tensor made like this one: its own, unless it is a part of a larger one and has gaps."""
-    return tensor.stride() if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride()
 
 
 def _is_shared(tensor: Tensor) -> bool:
@@ -47,9 +43,14 @@ class _Deposit:
 
 
 class _Memory:
-    """Tensors that are used again and again, by shape, strides and type."""
+    """Tensors that are used again and again, by shape, strides and type.
 
-    def __init__(self) -> None:
+    Args:
+        make: Makes a new one.
+    """
+
+    def __init__(self, make: Callable[[Tensor, torch.dtype], Tensor]) -> None:
+        self._make = make
         self._lock = threading.Lock()
         self._free: dict[tuple[torch.Size, tuple[int, ...], torch.dtype], list[Tensor]] = {}
         self.made = 0
@@ -61,7 +62,7 @@ class _Memory:
             if free := self._free.get((like.shape, dense_strides(like), dtype)):
                 return free.pop()
             self.made += 1
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        return self._make(like.detach(), dtype)
 
     def give_back(self, tensor: Tensor) -> None:
         if not tensor.is_sparse:
@@ -94,7 +95,7 @@ class _Sum:
         """For those that a device brings down, when they are there."""
         self._memory = memory
 
-    def bring_down(self, index: int, gradient: Tensor, device: Device) -> None:
+    def bring_down(self, index: int, gradient: Tensor, device: AcceleratorDevice) -> None:
         """Adds what is on a device. Nobody waits until it is there."""
         if self.gradients[index] is not None:
             self.add(index, device.to_host(gradient))
@@ -161,7 +162,7 @@ class Gradients:
     def __init__(self, store: ParameterStore, monitor: Monitor) -> None:
         self.store = store
         self.monitor = monitor
-        self.memory = _Memory()
+        self.memory = _Memory(store.host_memory)
         self.sums = [_Sum(unit, self.memory) for unit in store.units]
         self.position = {
             id(parameter): (unit.index, i) for unit in store.units for i, parameter in enumerate(unit.parameters)
@@ -267,7 +268,7 @@ class BatchGradients:
         self._parts: list[dict[int, dict[int, Tensor]]] = [{} for _ in range(units)]
         self._deposits: list[dict[int, list[_Deposit]]] = [{} for _ in range(units)]
         self._finished: list[set[int]] = [set() for _ in range(units)]
-        self._on_devices: list[dict[tuple[int, int], tuple[Tensor, Device]]] = [{} for _ in range(units)]
+        self._on_devices: list[dict[tuple[int, int], tuple[Tensor, AcceleratorDevice]]] = [{} for _ in range(units)]
         """What devices have added up over the microbatches, by the call's place in the step and the parameter."""
         self._next = [0] * units
         self._locks = [threading.Lock() for _ in range(units)]
@@ -284,11 +285,13 @@ class BatchGradients:
         parts = self._parts[unit].setdefault(microbatch, {})
         present = parts.get(index)
         # Half-precision gradients are summed in the master's precision, as autocast's backward does.
-        parts[index] = gradient if present is None else add(present.to(parameter.dtype), gradient)
+        parts[index] = gradient if present is None else add(arrived(present).to(parameter.dtype), arrived(gradient))
         for deposit in self._deposits[unit].get(microbatch, ()):
             deposit.comes_first |= deposit.index == index
 
-    def add_on_device(self, position: int, device: Device, parameter: nn.Parameter, gradient: Tensor) -> None:
+    def add_on_device(
+        self, position: int, device: AcceleratorDevice, parameter: nn.Parameter, gradient: Tensor
+    ) -> None:
         """Adds a microbatch's gradient to the device's own sum for a call, which comes down once for all microbatches.
 
         Args:
@@ -374,6 +377,7 @@ class BatchGradients:
         with torch.no_grad():
             for index, gradient in parts.items():
                 parameter = sum_.unit.parameters[index]
+                gradient = arrived(gradient)
                 for hook in (parameter._backward_hooks or {}).values():
                     gradient = gradient.to(parameter.dtype)
                     changed = hook(gradient)
@@ -425,7 +429,7 @@ class PartGradients:
         unit, _ = self._outer._gradients.position[id(parameter)]
         own = self._own[unit].setdefault(part, {})
         present = own.get(parameter)
-        own[parameter] = gradient if present is None else add(present.to(parameter.dtype), gradient)
+        own[parameter] = gradient if present is None else add(arrived(present).to(parameter.dtype), arrived(gradient))
 
     def deposit(self, part: int, parameter: nn.Parameter, gradient: Tensor, *, alone: bool) -> None:
         """As :meth:`BatchGradients.deposit`."""

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
-from lightning_roundpipe.state.gradients import BatchGradients, Gradients, dense_strides
+from lightning_roundpipe.state.gradients import BatchGradients, Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
 BeforeStep = Callable[[Optimizer], bool]

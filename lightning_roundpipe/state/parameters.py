@@ -5,7 +5,7 @@ staleness 0 a batch computes with the newest version; with staleness 1 with the 
 """
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -33,6 +33,10 @@ class Unit:
         self.changed = condition
 
 
+def _ordinary_memory(like: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+
 def _has_reached(unit: Unit, version: int) -> bool:
     return unit.done >= version
 
@@ -51,10 +55,26 @@ class ParameterStore:
     use. With staleness 1 the optimizer is one step ahead of the layers, so each version is copied into one of two
     buffers; a buffer is overwritten only when the batch that used it is complete. Frozen parameters have one value
     only, the master's, until they are unfrozen.
+
+    Args:
+        root: The module.
+        layers: Its layers.
+        monitor: Of all waits.
+        staleness: 0 or 1.
+        host_memory: Makes memory that devices copy from and to; see :meth:`Device.host_memory`. By default, of the
+            ordinary kind.
     """
 
-    def __init__(self, root: nn.Module, layers: Sequence[Layer], monitor: Monitor, staleness: int) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        layers: Sequence[Layer],
+        monitor: Monitor,
+        staleness: int,
+        host_memory: Callable[[Tensor, torch.dtype], Tensor] | None = None,
+    ) -> None:
         self.staleness = staleness
+        self.host_memory = host_memory or _ordinary_memory
         self.enqueued = 0
         """Number of optimizer steps handed in so far. Only the main thread writes it."""
         self._monitor = monitor
@@ -93,11 +113,12 @@ class ParameterStore:
 
     def _make_leaf(self, parameter: nn.Parameter) -> nn.Parameter:
         data = parameter.detach()
-        if (half := self._half.get(id(parameter))) is not None:
-            data = data.to(half)
-        elif id(parameter) in self._versioned:
-            data = data.clone()
+        if self._is_copy(parameter):
+            data = self._copied(data, self._half.get(id(parameter), data.dtype))
         return nn.Parameter(data, requires_grad=parameter.requires_grad)
+
+    def _copied(self, data: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.host_memory(data, dtype).copy_(data)
 
     def _is_copy(self, parameter: nn.Parameter) -> bool:
         """Whether layers compute with a copy of the parameter instead of its own memory."""
@@ -117,7 +138,9 @@ class ParameterStore:
             self._half[id(parameter)] = dtype
             for leaves in self._leaves:
                 leaf = leaves[id(parameter)]
-                leaves[id(parameter)] = nn.Parameter(leaf.detach().to(dtype), requires_grad=leaf.requires_grad)
+                leaves[id(parameter)] = nn.Parameter(
+                    self._copied(leaf.detach(), dtype), requires_grad=leaf.requires_grad
+                )
 
     @property
     def travels_in_half(self) -> bool:

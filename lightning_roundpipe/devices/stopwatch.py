@@ -1,0 +1,61 @@
+"""How long a device works: by the host's clock, or by events in its stream."""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+
+class HostStopwatch:
+    """For devices whose work is done as soon as the host has handed it out."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+
+    def leave_out(self, wait: Callable[[], None]) -> None:
+        wait()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._start
+
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
+class EventStopwatch:
+    """For a stream, which works while the host goes on: by events that note the time. They are read when the stream has
+    come to the last of them.
+
+    Args:
+        stream: The stream.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._lock = threading.Lock()
+        self._starts, self._ends = [self._now()], list[torch.Event]()
+        self._stopped = False
+
+    def leave_out(self, wait: Callable[[], None]) -> None:
+        with self._lock:  # another device's thread may bring something to this one
+            if self._stopped:
+                wait()
+                return
+            self._ends.append(self._now())
+            wait()
+            self._starts.append(self._now())
+
+    def stop(self) -> None:
+        with self._lock:
+            self._ends.append(self._now())
+            self._stopped = True
+
+    def seconds(self) -> float | None:
+        if not (self._stopped and self._ends[-1].query()):
+            return None
+        return sum(start.elapsed_time(end) for start, end in zip(self._starts, self._ends, strict=True)) / 1000
+
+    def _now(self) -> torch.Event:
+        return self._stream.record_event(torch.Event(self._stream.device, enable_timing=True))
