@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_roundpipe.devices.simulated_autocast import KEYS, autocast_as_on_the_host, watching_casts
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
 from lightning_roundpipe.devices.simulated_random import keep_random_states
 from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses, current_stream
@@ -71,7 +72,10 @@ class SimulatedDevice:
         down: Copies to the host.
         across: Copies from other devices.
         generator: Its random number generator; the CPU's algorithm.
+        autocast: The kind of device whose autocast is in force.
     """
+
+    autocast = "cpu"
 
     def __init__(
         self, index: int, *, capacity: int | None = None, bandwidth: float | None = None, latency: float = 0.0
@@ -87,6 +91,7 @@ class SimulatedDevice:
         self.default_stream = SimulatedStream(self.name, "the default stream")
         _devices[index] = self
         keep_random_states(_generators)
+        autocast_as_on_the_host(SimulatedTensor)
 
     def stream(self, name: str = "a stream") -> SimulatedStream:
         """A new stream."""
@@ -159,6 +164,7 @@ class SimulatedTensor(Tensor):
             dtype=data.dtype,
             layout=data.layout,
             device=home.torch_device,
+            _extra_dispatch_keys=KEYS,
         )
         self.data_on_host = data
         self.home = home
@@ -313,7 +319,7 @@ def simulating() -> Iterator[None]:
         return
     _thread.simulating = True
     try:
-        with _FromData(), _Simulation():
+        with _FromData(), _Simulation(), watching_casts():
             yield
     finally:
         _thread.simulating = False

@@ -241,7 +241,7 @@ class Call:
         hooks = layer.inner_pre_hooks() if self.record else []
         kept_by_hooks = [contents_of_function(hook) for _, hook in hooks]
         self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
-        half = self.autocast.half_type(device.torch_device.type)
+        half = self.autocast.half_type(device.autocast)
         watch = CastWatch(self.parameters, half) if self.record and half is not None else None
         if watch is None:  # which sees nothing of compiled code
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
