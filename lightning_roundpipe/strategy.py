@@ -13,7 +13,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -136,8 +136,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
-        if devices is not None and compile is not False:
-            raise ValueError("`compile` is not possible with simulated `devices`.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._communicates = False
         """Whether training_step talks to other processes."""
@@ -299,11 +297,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
         )
         self._check_optimizers(module)
         simulated = any(device.type == "meta" for device in self._hardware)
-        if simulated and isinstance(self.precision_plugin, MixedPrecision):
-            raise MisconfigurationException(
-                "Autocast is not simulated: layers would run in full precision on simulated devices. Use"
-                " Trainer(precision='32-true'), or virtual CPU devices."
-            )
         if self.devices is not None and (scripts := names_of_scripts(module)):
             raise MisconfigurationException(
                 f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"
@@ -359,6 +352,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
+        if simulated and any(layer.compiled is not None for layer in pipeline.layers):
+            rank_zero_warn(
+                "roundpipe: on simulated devices layers run uncompiled: torch.compile takes no tensors of these. The"
+                " numbers are those of uncompiled code."
+            )
         kind = "simulated" if simulated else self._hardware[0].type if self._hardware else "virtual CPU"
         share = "" if self._hardware else f" of {threads} core{'s' if threads > 1 else ''} each"
         rank_zero_info(

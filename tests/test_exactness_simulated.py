@@ -1,11 +1,15 @@
-"""On simulated accelerators the pipeline gives, to the last bit, what plain Lightning gives on the CPU.
+"""On simulated accelerators the pipeline gives, to the last bit, what it gives on the CPU.
 
-A choice of what holds for virtual CPU devices. `ROUNDPIPE_DEVICES=simulated` lets every test that uses `fit_pipeline`
-train on simulated accelerators.
+A choice: each option of the exactness suite with each other and with 1, 2 and 4 devices, and what is particular to
+devices. The whole suite, and every other test that uses `fit_pipeline`, trains on simulated accelerators with
+
+    ROUNDPIPE_DEVICES=simulated pytest tests/test_exactness.py tests/test_schedule_execution.py tests/test_precision.py
 """
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from itertools import combinations
+from typing import Any
 
 import helpers
 import pytest
@@ -15,12 +19,14 @@ import torch
 from helpers import Watch, assert_equal, fit, fit_microbatches, fit_pipeline, one_layer_a_stage, result
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import CNN, batches_of, pictures
-from test_exactness import MODELS, NOISY, OPTIMIZERS, data, expected, make, trained
+from test_exactness import MODELS, NOISY, OPTIMIZERS, data, make
+from test_precision import scaled
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import SimulatedDevice
+from lightning_roundpipe.schedules import NAMES
 
 
 @pytest.fixture(autouse=True)
@@ -33,16 +39,139 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.backends.cuda.enable_flash_sdp(flash)
 
 
-@pytest.mark.parametrize(("devices", "m"), [(1, 1), (1, 3), (2, 3), (4, 6)])
-@pytest.mark.parametrize("name", MODELS)
-def test_equals_plain_lightning(name: str, devices: int, m: int) -> None:
-    assert_equal(trained(name, torch.float64, m, devices), expected(name, torch.float64, m))
+# --- every option with every other
+
+AXES: dict[str, Sequence[Any]] = {
+    "devices": (1, 2, 4),
+    "schedule": NAMES,
+    "precision": ("64-true", "32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true"),
+    "model": tuple(MODELS),
+    "staleness": (0, 1),
+    "microbatches": (8, 3, 1),
+    "accumulation": (1, 2),
+    "clipping": (None, "norm", "value"),
+    "optimizer": ("sgd", "adamw", "adamw fused"),
+}
 
 
-@pytest.mark.parametrize("run", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.05}], ids=str)
-def test_adamw_clipping_and_accumulation(run: dict) -> None:
-    reference = expected("gpt", torch.float32, 2, run, optimizer=OPTIMIZERS["adamw"])
-    assert_equal(trained("gpt", torch.float32, 2, 2, run, optimizer=OPTIMIZERS["adamw"]), reference)
+def can_be(row: Mapping[str, Any]) -> bool:
+    """DualPipe needs two devices and twice as many microbatches; a fused optimizer's own unscaling no clipping; and the
+    others divide by what is zero in fp16."""
+    dualpipe = row.get("schedule") == "dualpipe"
+    if dualpipe and (row.get("devices", 2) == 1 or row.get("microbatches", 8) != 8):
+        return False
+    precision, optimizer = row.get("precision"), row.get("optimizer", "sgd")
+    if precision == "16-mixed" and optimizer == "adamw fused" and row.get("clipping") is not None:
+        return False
+    return precision != "16-true" or optimizer == "sgd"
+
+
+def pairwise(axes: Mapping[str, Sequence[Any]], can_be: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Few combinations of values, in which each two values of different axes come together that can."""
+    missing = {
+        ((a, x), (b, y)): None for a, b in combinations(axes, 2) for x in axes[a] for y in axes[b]
+        if can_be({a: x, b: y})
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    while missing:
+        row = dict(next(iter(missing)))
+        for axis in axes:
+            if axis not in row:
+                row[axis] = max(
+                    (value for value in axes[axis] if can_be({**row, axis: value})),
+                    key=lambda value: sum(pair in missing for pair in pairs({**row, axis: value})),
+                )
+        for pair in pairs(row):
+            missing.pop(pair, None)
+        rows.append({axis: row[axis] for axis in axes})
+    return rows
+
+
+def pairs(row: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    return list(combinations([(axis, row[axis]) for axis in AXES if axis in row], 2))
+
+
+SIZE = 24  # divides into 1, 3 and 8 equal parts
+DTYPES = {"64-true": torch.float64}
+CLIPPING = {
+    None: {},
+    "norm": {"gradient_clip_val": 0.05},
+    "value": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
+}
+
+
+def run_of(precision: str, accumulation: int, clipping: str | None) -> dict[str, Any]:
+    """The Trainer's options."""
+    numbers = {"plugins": [scaled(64.0, growth_interval=1)]} if precision == "16-mixed" else {"precision": precision}
+    return {**numbers, "accumulate_grad_batches": accumulation, **CLIPPING[clipping]}
+
+
+def model_and_data(model: str, precision: str, optimizer: str) -> tuple[Any, list[dict[str, Tensor]]]:
+    dtype = DTYPES.get(precision, torch.float32)
+    return make(model, dtype, optimizer=OPTIMIZERS[optimizer]), data(model, dtype, 4, SIZE)
+
+
+@cache
+def expected(
+    model: str, optimizer: str, precision: str, staleness: int, microbatches: int, accumulation: int,
+    clipping: str | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Of plain Lightning, or, where it has no equal to the last bit, of one virtual CPU device."""
+    module, batches = model_and_data(model, precision, optimizer)
+    run = run_of(precision, accumulation, clipping)
+    if staleness == 0 and precision in ("32-true", "64-true"):
+        return result(fit_microbatches(module, batches, microbatches, **run))
+    strategy = RoundPipeStrategy(microbatches=microbatches, split="step", staleness=staleness)
+    return result(fit(module, batches, strategy, **run))
+
+
+@pytest.mark.parametrize("row", pairwise(AXES, can_be), ids=lambda row: "-".join(map(str, row.values())))
+def test_every_option_with_every_other(row: dict[str, Any]) -> None:
+    devices, schedule, others = row["devices"], row["schedule"], {k: v for k, v in row.items()}
+    del others["devices"], others["schedule"]
+    module, batches = model_and_data(row["model"], row["precision"], row["optimizer"])
+    trainer = fit_pipeline(
+        module,
+        batches,
+        row["microbatches"],
+        devices,
+        run=run_of(row["precision"], row["accumulation"], row["clipping"]),
+        schedule=schedule,
+        staleness=row["staleness"],
+    )
+    assert_equal(result(trainer), expected(**others))
+
+
+# --- half precision, and compiled layers
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_autocast_lets_weights_travel_in_half_precision(devices: int) -> None:
+    """As on the CPU, where autocast would cast them anyway."""
+    copied = []
+    for precision in ("32-true", "bf16-mixed"):
+        hardware = [SimulatedDevice(index) for index in range(devices)]
+        strategy = RoundPipeStrategy(microbatches=4, split="step", devices=hardware)
+        trainer = fit(make("gpt", torch.float32), data("gpt", torch.float32), strategy, precision=precision)
+        report = trainer.strategy.report()
+        assert report is not None
+        copied.append(sum(device.up.nbytes for device in hardware))
+    assert copied[1] < 0.8 * copied[0]
+
+
+def test_layers_run_uncompiled() -> None:
+    """Dynamo leaves alone what runs under a dispatch mode. One line says so; the numbers are those of plain code."""
+    plain = result(fit_pipeline(make("gpt", torch.float64), data("gpt", torch.float64), 3, 2))
+    compiled = make("gpt", torch.float64)
+    for block in compiled.blocks:
+        block.compile(backend="eager")
+    for model, options in ((make("gpt", torch.float64), {"compile": {"backend": "eager"}}), (compiled, {})):
+        with pytest.warns(UserWarning, match="on simulated devices layers run uncompiled") as caught:
+            assert_equal(result(fit_pipeline(model, data("gpt", torch.float64), 3, 2, **options)), plain)
+        assert len([warning for warning in caught if "uncompiled" in str(warning.message)]) == 1
+
+
+# --- what is particular to devices
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -122,10 +251,6 @@ def test_a_layer_that_a_checkpoint_cannot_find_again(monkeypatch: pytest.MonkeyP
     assert_equal(habits.trained(Twice, 3, 1), habits.expected(Twice, 3))
 
 
-def test_what_is_not_simulated_is_refused() -> None:
+def test_scripts_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"'script': a script .* Use the module that it was made of"):
         fit_pipeline(outside.make(outside.ScriptBetweenLayers), outside.data(), 2)
-    with pytest.raises(MisconfigurationException, match="Autocast is not simulated"):
-        fit_pipeline(make("mlp", torch.float32), data("mlp", torch.float32), 2, run={"precision": "bf16-mixed"})
-    with pytest.raises(ValueError, match="`compile` is not possible"):
-        RoundPipeStrategy(devices=[SimulatedDevice(0)], compile=True)

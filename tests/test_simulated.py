@@ -391,6 +391,91 @@ def test_forked_random_numbers(device: SimulatedDevice, here: torch.device) -> N
     assert torch.equal(device.generator.get_state(), before[0]) and torch.equal(torch.get_rng_state(), before[1])
 
 
+# --- autocast
+
+
+def cast_inside(x: Tensor, w: Tensor) -> Tensor:
+    with torch.autocast(x.device.type, enabled=False):
+        y = x @ w
+    return y + torch.relu(y @ w)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, w: x @ w,
+    "products": lambda x, w: (x @ w) @ w,
+    "by name": lambda x, w: functional.linear(input=x, weight=w, bias=w[0]),
+    "in place": lambda x, w: (x @ w).mul_(2.0),
+    "einsum": lambda x, w: torch.einsum("ij,jk->ik", x, w),
+    "batches": lambda x, w: torch.baddbmm(x[None], x[None], w[None]),
+    "convolution": lambda x, w: functional.conv1d(x[None], w[:, :, None]),
+    "attention": lambda x, w: functional.scaled_dot_product_attention(x[None, None], w[None, None], x[None, None]),
+    "softmax": lambda x, w: (x @ w).softmax(-1),
+    "norm": lambda x, w: functional.layer_norm(x @ w, (8,), w[0], w[1]),
+    "in full precision": lambda x, w: functional.mse_loss(x @ w, x, reduction="none"),
+    "distances": lambda x, w: torch.cdist(x @ w, w),
+    "widest": lambda x, w: torch.cat([x @ w, x]),
+    "half": lambda x, w: torch.stack([x @ w, w @ x]),
+    "with a number": lambda x, w: torch.addcmul(x @ w, x, x, value=2.0),
+    "cast by hand": lambda x, w: (x.double() @ w.double()).float() @ w,
+    "switched off": cast_inside,
+    "whole numbers": lambda x, w: (x.detach() * 4).long().float() @ w,
+    "view": lambda x, w: x.view(2, 4, 8).transpose(0, 1) @ w.t(),
+}
+
+
+def graph_of(tensor: Tensor) -> list[str]:
+    names, stack = [], [tensor.grad_fn]
+    while stack:
+        if (node := stack.pop()) is not None:
+            names.append(node.name())
+            stack += [following for following, _ in node.next_functions]
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_autocast_is_the_cpus(name: str, dtype: torch.dtype, here: torch.device) -> None:
+    """The same types and numbers, and the same graph, of which casts are a part."""
+    with sdpa_kernel(SDPBackend.MATH):
+        found = []
+        for device in (torch.device("cpu"), here):
+            generator = torch.Generator().manual_seed(0)
+            x, w = (torch.randn(8, 8, generator=generator).to(device).requires_grad_() for _ in range(2))
+            with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+                out = OPERATIONS[name](x, w)
+            out.sum().backward()
+            found.append((out, [tensor.grad for tensor in (x, w) if tensor.grad is not None], graph_of(out)))
+    (expected, gradients, graph), (ours, our_gradients, our_graph) = found
+    assert isinstance(ours, SimulatedTensor) and ours.dtype == expected.dtype
+    assert torch.equal(ours.cpu(), expected) and our_graph == graph
+    assert len(gradients) == len(our_gradients) > 0
+    for gradient, ours in zip(gradients, our_gradients, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(ours.cpu(), gradient)
+
+
+def test_autocast_of_a_whole_model(here: torch.device) -> None:
+    torch.manual_seed(0)
+    model, batch = Convolutional(), MODELS["cnn"][1]()
+    copied = copy.deepcopy(model).to(here)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, ours = model(**batch), copied(**{name: value.to(here) for name, value in batch.items()})
+    loss.backward()
+    ours.backward()
+    assert torch.equal(ours.cpu(), loss)
+    for parameter, twin in zip(model.parameters(), copied.parameters(), strict=True):
+        assert torch.equal(twin.grad.cpu(), parameter.grad)
+
+
+def test_autocast_ends(here: torch.device) -> None:
+    x = torch.randn(3, 3, device=here)
+    with torch.autocast(here.type, torch.bfloat16):
+        assert torch.is_autocast_enabled(here.type) and torch.get_autocast_dtype(here.type) == torch.bfloat16
+        assert (x @ x).dtype == torch.bfloat16 and (x.double() @ x.double()).dtype == torch.float64
+    assert (x @ x).dtype == torch.float32 and not torch.is_autocast_enabled(here.type)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(DeviceMixError):
+        x @ torch.ones(3, 3)
+
+
 # --- devices are not mixed
 
 

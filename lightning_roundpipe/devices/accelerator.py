@@ -48,6 +48,7 @@ class AcceleratorDevice(Device):
         self.hardware = hardware
         self.name = hardware.name
         self.torch_device = hardware.torch_device
+        self.autocast = hardware.autocast
         self._peers = peers
         peers[self.torch_device] = self
         self._compute: Stream = hardware.current_stream

@@ -79,6 +79,8 @@ class Hardware(Protocol):
 
     name: str
     torch_device: torch.device
+    autocast: str
+    """The kind of device whose autocast is in force for what runs on it."""
 
     @property
     def generator(self) -> Generator:
@@ -126,6 +128,8 @@ class Device(ABC):
 
     name: str
     torch_device: torch.device
+    autocast: str
+    """The kind of device whose autocast is in force for what runs on it."""
     shares_host_generator: bool
     """Whether layers draw from the process's own generator here, which user code draws from, too."""
 

@@ -16,6 +16,7 @@ _ALIGNMENT = 64  # bytes: a cache line, and the widest vector register
 class CpuDevice(Device):
     """Runs its calls on ``threads`` cores, reading the host's parameters where they lie."""
 
+    autocast = "cpu"
     shares_host_generator = True
     is_host = True
 

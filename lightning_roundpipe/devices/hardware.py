@@ -21,12 +21,14 @@ class TorchHardware:
 
     Attributes:
         name: As torch writes it.
+        autocast: The kind of device whose autocast is in force.
         generator: The one that layers draw from.
     """
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
         self.name = str(torch_device)
+        self.autocast = torch_device.type
         module = torch.get_device_module(torch_device)
         module.init()  # there are no generators before
         self.generator: Generator = module.default_generators[torch_device.index]

@@ -29,6 +29,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_roundpipe.devices.pinned import dense_strides
+from lightning_roundpipe.devices.simulated_autocast import KEYS, autocast_as_on_the_host, watching_casts
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
 from lightning_roundpipe.devices.simulated_random import keep_random_states
 from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses, current_stream
@@ -75,7 +76,10 @@ class SimulatedDevice:
         waits: How often the host has waited within an operation: for a result, a copy that was not to be
             ``non_blocking``, or one from or to host memory that is not pinned or lies otherwise.
         generator: Its random number generator; the CPU's algorithm.
+        autocast: The kind of device whose autocast is in force.
     """
+
+    autocast = "cpu"
 
     def __init__(
         self, index: int, *, capacity: int | None = None, bandwidth: float | None = None, latency: float = 0.0
@@ -92,6 +96,7 @@ class SimulatedDevice:
         self.default_stream = SimulatedStream(self.name, "the default stream")
         _devices[index] = self
         keep_random_states(_generators)
+        autocast_as_on_the_host(SimulatedTensor)
 
     def stream(self, name: str = "a stream") -> SimulatedStream:
         """A new stream."""
@@ -172,6 +177,7 @@ class SimulatedTensor(Tensor):
             dtype=data.dtype,
             layout=data.layout,
             device=home.torch_device,
+            _extra_dispatch_keys=KEYS,
         )
         self.data_on_host = data
         self.home = home
@@ -326,7 +332,7 @@ def simulating() -> Iterator[None]:
         return
     _thread.simulating = True
     try:
-        with _FromData(), _Simulation():
+        with _FromData(), _Simulation(), watching_casts():
             yield
     finally:
         _thread.simulating = False

@@ -18,16 +18,20 @@ class CastWatch(TorchDispatchMode):
     """Watches what happens to some tensors while a layer runs under autocast.
 
     Args:
-        tensors: What to watch.
         dtype: Autocast's half-precision type.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
-        self._index = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self._index: dict[int, int] = {}
         self._dtype = dtype
-        self._casts = [0] * len(tensors)
+        self._casts: list[int] = []
         self._other: set[int] = set()
+
+    def begin(self, tensors: Sequence[Tensor]) -> None:
+        """Watches these from now on: what stands for the layer's parameters where it runs."""
+        self._index = {id(tensor): i for i, tensor in enumerate(tensors)}
+        self._casts = [0] * len(tensors)
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

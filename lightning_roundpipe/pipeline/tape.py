@@ -201,6 +201,8 @@ class Call:
         self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
         self._half: dict[int, torch.dtype] | None = None
+        self._watch: CastWatch | None = None
+        """Of the first run, while it lasts."""
         self._saved: list[Any] = []
         self._replica: Replica | None = None
         """In use until the backward is done: a checkpoint inside the layer runs its modules once more."""
@@ -242,8 +244,8 @@ class Call:
         hooks = layer.inner_pre_hooks() if self.record else []
         kept_by_hooks = [contents_of_function(hook) for _, hook in hooks]
         self._parameter_kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
-        half = self.autocast.half_type(device.torch_device.type)
-        watch = CastWatch(self.parameters, half) if self.record and half is not None else None
+        half = self.autocast.half_type(device.autocast)
+        watch = self._watch = CastWatch(half) if self.record and half is not None else None
         if watch is None:  # which sees nothing of compiled code
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
         whole = self.is_new or traits.repeats_whole or self.compiled is not None or traits.compiles
@@ -279,6 +281,7 @@ class Call:
             self._replica = replica
         else:
             layer.give_back(replica)
+        self._watch = None
         if watch is not None and half is not None:
             self._half = dict.fromkeys(watch.cast_once(), half)
             if mode != Mode.DROP:  # no recompute that could confirm it
@@ -768,6 +771,8 @@ class Call:
                 refuse_escapes(there.parameters, self.label)
             if not first and self.deferred is not None:
                 self.deferred.parameters = there.parameters
+            if self._watch is not None:
+                self._watch.begin(there.parameters)
             replica.load(
                 self.state,
                 attributes,
