@@ -7,6 +7,7 @@ import torch
 
 from lightning_roundpipe.devices.base import Generator
 from lightning_roundpipe.devices.simulated import SimulatedDevice, simulated_device
+from lightning_roundpipe.schedules.memory import USABLE
 
 
 class TorchHardware:
@@ -26,6 +27,7 @@ class TorchHardware:
         module = torch.get_device_module(torch_device)
         module.init()  # there are no generators before
         self.generator: Generator = module.default_generators[torch_device.index]
+        self._module = module
 
     def stream(self, name: str = "") -> torch.Stream:
         """A new stream. Those of torch have no names."""
@@ -42,6 +44,28 @@ class TorchHardware:
     def in_thread(self) -> AbstractContextManager[None]:
         """Around what a thread does with its tensors."""
         return nullcontext()
+
+    def total_memory(self) -> int:
+        """All its bytes."""
+        return self._module.mem_get_info(self.torch_device)[1]
+
+    def free_memory(self) -> int:
+        """The bytes that can be counted on: of those that nobody uses, or that torch keeps for the next tensors."""
+        free, _ = self._module.mem_get_info(self.torch_device)
+        kept = self._module.memory_reserved(self.torch_device) - self.held_memory()
+        return int(USABLE * (free + kept))
+
+    def held_memory(self) -> int:
+        """The bytes that tensors of this process hold."""
+        return self._module.memory_allocated(self.torch_device)
+
+    def peak_memory(self) -> int:
+        """The most bytes that they have held since :meth:`reset_peak_memory`."""
+        return self._module.max_memory_allocated(self.torch_device)
+
+    def reset_peak_memory(self) -> None:
+        """Begins to look for the most anew."""
+        self._module.reset_peak_memory_stats(self.torch_device)
 
 
 def hardware_of(torch_device: torch.device) -> TorchHardware | SimulatedDevice:
