@@ -29,9 +29,9 @@ class Given(Scheduler):
 
     can_be_planned = False
 
-    def partition(self, forward_costs: Any, backward_costs: Any, *, fused: bool = True) -> Any:
+    def partition(self, forward_costs: Any, backward_costs: Any, **more: Any) -> Any:
         calls = len(forward_costs)
-        return super().partition([1.0] * calls, [3.0] * calls, fused=fused)
+        return super().partition([1.0] * calls, [3.0] * calls, **more)
 
     def schedule(self, partition: Any, microbatches: int, **more: Any) -> Schedule:
         self._next_device = 0  # each batch by itself

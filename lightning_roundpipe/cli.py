@@ -12,7 +12,7 @@ from lightning_roundpipe.compare import NAMES, Outcome, bound_memory, compare, o
 from lightning_roundpipe.machine import GB, GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
-from lightning_roundpipe.schedules.planner import Memory
+from lightning_roundpipe.schedules.memory import Memory
 from lightning_roundpipe.tracing import LayerCall, build, load, trace
 
 
@@ -64,7 +64,7 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
         raise ValueError(f"{options.model} called none of its layers.")
     parameters = sum(p.numel() for p in model.parameters())
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    costs, memory = machine.costs(calls, precision), machine.memory(calls, precision)
+    costs, memory = machine.costs(calls, precision), machine.memory(calls, precision, options.microbatches)
     outcomes = _compare(costs, options, lanes=options.lanes, memory=memory)
     console.print(
         f"{options.model}: {parameters / 1e9:.2f} billion parameters, {trainable / 1e9:.2f} of them trained, "

@@ -7,9 +7,10 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
+from lightning_roundpipe.schedules.memory import Memory, finest
 from lightning_roundpipe.schedules.named import BOUND, bound_schedule
 from lightning_roundpipe.schedules.partition import Cost, Partition
-from lightning_roundpipe.schedules.planner import Memory, check_numbers, finest, plan
+from lightning_roundpipe.schedules.planner import check_numbers, plan
 from lightning_roundpipe.schedules.simulate import Simulation, batches_of, simulate
 
 NAMES = ("roundpipe", "roundpipe_async", *BOUND)

@@ -6,7 +6,7 @@ from math import inf
 from types import MappingProxyType
 
 from lightning_roundpipe.schedules.costs import Costs
-from lightning_roundpipe.schedules.planner import Memory
+from lightning_roundpipe.schedules.memory import USABLE, Memory, besides
 from lightning_roundpipe.tracing import LayerCall
 
 GB = 10**9
@@ -98,13 +98,16 @@ class Machine:
             host_links=self.host_bandwidth / self.gpu.link,
         )
 
-    def memory(self, calls: Sequence[LayerCall], precision: "Precision") -> Memory:
+    def memory(self, calls: Sequence[LayerCall], precision: "Precision", microbatches: int) -> Memory:
         """What stages must fit into, in bytes. A tenth of the device is left to workspaces and fragmentation."""
+        inputs = [call.input_bytes for call in calls]
         return Memory(
-            limit=0.9 * self.gpu.memory * GB,
+            limit=USABLE * self.gpu.memory * GB,
             parameters=[precision.compute * call.parameters for call in calls],
             gradients=[precision.device_gradient * call.trainable for call in calls],
             activations=[call.activation_bytes for call in calls],
+            fresh=[precision.compute * call.trainable for call in calls] if microbatches > 1 else (),
+            besides=besides(inputs, max(inputs, default=0), microbatches, self.devices),
         )
 
 

@@ -31,6 +31,7 @@ from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_t
 from lightning_roundpipe.deciding import BatchSplitter
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice, arrived
 from lightning_roundpipe.devices.hardware import hardware_of
+from lightning_roundpipe.devices.memory_limit import DeviceMemory, check_device_memory, memory_limit
 from lightning_roundpipe.garbage import SparedObjects
 from lightning_roundpipe.host_root import with_host_root
 from lightning_roundpipe.pipeline.batch import Batch
@@ -91,6 +92,13 @@ class RoundPipeStrategy(MultiProcessStrategy):
         lanes: For ``"roundpipe"``: into how many groups the devices are divided, each of which runs all stages for its
             share of the microbatches. More lanes leave less idle, and load each stage more often. ``"auto"``: as many
             as are best by the measured costs.
+        device_memory: What stages may take of each device, for ``"roundpipe"``: a number of bytes, a share of all its
+            memory (a ``float`` of at most 1), or ``"auto"``: what is free. Stages are cut so that the parameters of two
+            of them, the gradients of one and the activations of the calls that are under way stay within that.
+            Activations are measured in the first batch, so if later samples are longer, leave room for them. With
+            ``"auto"`` a layer that seems too large by itself is tried; otherwise it is an error. Virtual CPU devices
+            have the host's memory and no limit, unless there is a number of bytes; of activations, only the inputs of
+            layers are counted there.
         devices: Simulated accelerators, for tests and planning, in place of virtual CPU devices.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
@@ -114,6 +122,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         compile: bool | dict[str, Any] = False,
         schedule: ScheduleName | Schedule = "roundpipe",
         lanes: int | Literal["auto"] = 1,
+        device_memory: int | float | Literal["auto"] = "auto",
         devices: Sequence[SimulatedDevice] | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
@@ -134,6 +143,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
         if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
+        check_device_memory(device_memory)
+        if device_memory != "auto" and schedule != "roundpipe":
+            raise ValueError("`device_memory` is for schedule='roundpipe' only: the others' stages are given.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
@@ -147,6 +159,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.background_step = background_step
         self.schedule = schedule
         self.lanes = lanes
+        self.device_memory: DeviceMemory = device_memory
         self.devices = None if devices is None else list(devices)
         self.compile = compile
         options = compile if isinstance(compile, dict) else {}
@@ -320,15 +333,18 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._seed = restored.get("seed", program_seed())
         scheduler = Scheduler(self.schedule, count, self.lanes)
         scheduler.check(self._wanted())
+        devices = self._make_devices(count, threads)
         pipeline = Pipeline(
             module,
-            self._make_devices(count, threads),
+            devices,
             layers=self.layers,
             staleness=self.staleness,
             seed=derive_seed(self._seed, self.global_rank) if self.is_distributed else self._seed,
             first_step=restored.get("step", 0),
             compile_settings=self._compile_settings,
             scheduler=scheduler,
+            memory_limit=memory_limit(self.device_memory, devices),
+            refuses=self.device_memory != "auto",
         )
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])

@@ -115,7 +115,7 @@ def fit_pipeline(
 def one_layer_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the layers' time. The last one is fused: it runs forward and backward at once."""
 
-    def partition(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True) -> Partition:
+    def partition(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True, memory: Any = None) -> Partition:
         ranges = [range(i, i + 1) for i in range(len(forward))]
         return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
 

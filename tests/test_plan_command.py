@@ -15,8 +15,8 @@ from lightning_roundpipe.machine import GPUS, PRECISIONS, Machine
 from lightning_roundpipe.schedules import gpipe
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
+from lightning_roundpipe.schedules.memory import Memory
 from lightning_roundpipe.schedules.partition import bound
-from lightning_roundpipe.schedules.planner import Memory
 from lightning_roundpipe.schedules.simulate import simulate
 from lightning_roundpipe.tracing import build, load, trace
 
@@ -164,9 +164,11 @@ def test_costs_on_a_machine() -> None:
     assert costs.optimizer[1] == pytest.approx(512 / 2e9)
     assert costs.weight_gradient[1] == pytest.approx(costs.forward[1])
     assert costs.host_links == 6
-    memory = machine.memory(calls, PRECISIONS["bf16-mixed"])
+    memory = machine.memory(calls, PRECISIONS["bf16-mixed"], microbatches=3)
     assert memory.limit == pytest.approx(21.6e9)
-    assert memory.gradients[1] == 4 * 512
+    assert memory.gradients[1] == 4 * 512 and memory.fresh[1] == 2 * 512
+    assert memory.besides == (2 + 1 + 3) * max(call.input_bytes for call in calls)
+    assert machine.memory(calls, PRECISIONS["bf16-mixed"], microbatches=1).fresh == (0,) * 6
 
 
 # --- the commands

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from lightning_roundpipe.schedules import Partition, balance
 from lightning_roundpipe.schedules.costs import Costs
-from lightning_roundpipe.schedules.planner import Memory, Plan, finest, plan
+from lightning_roundpipe.schedules.memory import Memory, finest
+from lightning_roundpipe.schedules.planner import Plan, plan
 from lightning_roundpipe.schedules.recurrence import time_per_batch
 from lightning_roundpipe.schedules.simulate import batches_of, simulate
 

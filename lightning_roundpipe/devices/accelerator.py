@@ -69,6 +69,8 @@ class AcceleratorDevice(Device):
         """The last gradients of earlier stages."""
         self._stopwatch = hardware.stopwatch(self._compute)
         """That of the last call."""
+        self._held_before = hardware.held_memory()
+        """Bytes that are not the pipeline's."""
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -219,6 +221,20 @@ class AcceleratorDevice(Device):
         _used_by(self._downloads, gradient)
         self._gradients_down = self._downloads.record_event()
         return self._gradients_down
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def total_memory(self) -> int | None:
+        return self.hardware.total_memory()
+
+    def free_memory(self) -> int | None:
+        return self.hardware.free_memory()
+
+    def most_held(self) -> int:
+        parameters = sum(there.nbytes for slot in self._slots for _, there in slot.values())
+        most = self.hardware.peak_memory() - self._held_before - parameters
+        self.hardware.reset_peak_memory()
+        return most
 
     # -- threads and random numbers --------------------------------------------------------------------------------
 

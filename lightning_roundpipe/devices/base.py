@@ -106,6 +106,21 @@ class Hardware(Protocol):
     def in_thread(self) -> AbstractContextManager[Any]:
         """Around what a thread does with tensors on such devices."""
 
+    def total_memory(self) -> int | None:
+        """All its bytes, or None where there is no limit."""
+
+    def free_memory(self) -> int | None:
+        """The bytes that can be counted on, or None where there is no limit."""
+
+    def held_memory(self) -> int:
+        """The bytes that tensors of this process hold."""
+
+    def peak_memory(self) -> int:
+        """The most bytes that they have held since :meth:`reset_peak_memory`."""
+
+    def reset_peak_memory(self) -> None:
+        """Begins to look for the most anew."""
+
 
 def arrived(tensor: Tensor) -> Tensor:
     """The same tensor in host memory, after the host has waited for it to come down, if it has to."""
@@ -210,6 +225,19 @@ class Device(ABC):
     @abstractmethod
     def in_thread(self) -> AbstractContextManager[Any]:
         """Around everything that a thread does with tensors that may be on devices of this kind."""
+
+    @abstractmethod
+    def total_memory(self) -> int | None:
+        """All its bytes, or None where it has none of its own, or as many as it takes."""
+
+    @abstractmethod
+    def free_memory(self) -> int | None:
+        """The bytes that can be counted on, or None likewise."""
+
+    @abstractmethod
+    def most_held(self) -> int | None:
+        """The most bytes that it has held since it was last asked, besides those of uploaded parameters, or None where
+        that is not counted."""
 
     @abstractmethod
     def random_state(self) -> Tensor | None:

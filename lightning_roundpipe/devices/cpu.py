@@ -81,6 +81,15 @@ class CpuDevice(Device):
     def in_thread(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def total_memory(self) -> None:
+        return None
+
+    def free_memory(self) -> None:
+        return None
+
+    def most_held(self) -> None:
+        return None
+
     def random_state(self) -> Tensor | None:
         return None
 

@@ -11,6 +11,7 @@ from lightning_roundpipe.devices.base import Generator
 from lightning_roundpipe.devices.pinned import pinned_memory
 from lightning_roundpipe.devices.simulated import SimulatedDevice, simulated_device
 from lightning_roundpipe.devices.stopwatch import EventStopwatch
+from lightning_roundpipe.schedules.memory import USABLE
 
 
 class TorchHardware:
@@ -32,6 +33,7 @@ class TorchHardware:
         module = torch.get_device_module(torch_device)
         module.init()  # there are no generators before
         self.generator: Generator = module.default_generators[torch_device.index]
+        self._module = module
 
     @property
     def current_stream(self) -> torch.Stream:
@@ -65,6 +67,28 @@ class TorchHardware:
         """Pinned memory for a tensor of this shape and these strides."""
         runtime = torch.cuda.cudart() if self.torch_device.type == "cuda" else None
         return pinned_memory(like, dtype, runtime)
+
+    def total_memory(self) -> int:
+        """All its bytes."""
+        return self._module.mem_get_info(self.torch_device)[1]
+
+    def free_memory(self) -> int:
+        """The bytes that can be counted on: of those that nobody uses, or that torch keeps for the next tensors."""
+        free, _ = self._module.mem_get_info(self.torch_device)
+        kept = self._module.memory_reserved(self.torch_device) - self.held_memory()
+        return int(USABLE * (free + kept))
+
+    def held_memory(self) -> int:
+        """The bytes that tensors of this process hold."""
+        return self._module.memory_allocated(self.torch_device)
+
+    def peak_memory(self) -> int:
+        """The most bytes that they have held since :meth:`reset_peak_memory`."""
+        return self._module.max_memory_allocated(self.torch_device)
+
+    def reset_peak_memory(self) -> None:
+        """Begins to look for the most anew."""
+        self._module.reset_peak_memory_stats(self.torch_device)
 
 
 def hardware_of(torch_device: torch.device) -> TorchHardware | SimulatedDevice:

@@ -30,6 +30,14 @@ def remedies(purpose: Purpose, microbatches: int) -> str:
     return "What helps, the best first: " + "; ".join(f"({i}) {remedy}" for i, remedy in enumerate(order, 1)) + "."
 
 
+def size_text(nbytes: int | float) -> str:
+    """A number of bytes for a message."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes} bytes"
+
+
 def release_frames(error: BaseException | None) -> None:
     """Lets go of what the functions that an error has passed through held: whoever holds the error, to print it, say,
     would hold the device's memory with it, and a graph of autograd that leads back to the error would do so for ever.

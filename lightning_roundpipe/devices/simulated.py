@@ -110,6 +110,26 @@ class SimulatedDevice:
         """Around what a thread does with its tensors."""
         return simulating()
 
+    def total_memory(self) -> int | None:
+        """Its capacity."""
+        return self.memory.capacity
+
+    def free_memory(self) -> int | None:
+        """What is left of it."""
+        return None if self.memory.capacity is None else self.memory.capacity - self.memory.live
+
+    def held_memory(self) -> int:
+        """The bytes that tensors hold."""
+        return self.memory.live
+
+    def peak_memory(self) -> int:
+        """The most bytes that they have held since :meth:`reset_peak_memory`."""
+        return self.memory.peak
+
+    def reset_peak_memory(self) -> None:
+        """Begins to look for the most anew."""
+        self.memory.reset_peak()
+
     @property
     def current_stream(self) -> SimulatedStream:
         """The stream that this thread's operations go to."""

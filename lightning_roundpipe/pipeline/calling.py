@@ -13,6 +13,7 @@ from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.collecting import Collector
 from lightning_roundpipe.pipeline.executing import Executor
+from lightning_roundpipe.pipeline.footprints import Footprints
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.hooks import run_and_check_hooks, run_hooks
 from lightning_roundpipe.pipeline.interception import handling_no_calls, in_checkpoint
@@ -35,6 +36,7 @@ class LayerCalls(CallOwner):
         turns: What is waited for before a call runs.
         handover: The baton.
         executor: Runs the calls.
+        footprints: Told of what they need of a device's memory.
         attributes: Where layers leave what they set on modules.
         stand_ins: Told of parameters that a layer changes.
         collector: Takes the gradients.
@@ -49,6 +51,7 @@ class LayerCalls(CallOwner):
         turns: Turns,
         handover: Handover,
         executor: Executor,
+        footprints: Footprints,
         attributes: ModuleAttributes,
         stand_ins: StandIns,
         collector: Collector,
@@ -59,6 +62,7 @@ class LayerCalls(CallOwner):
         self._turns = turns
         self._handover = handover
         self._executor = executor
+        self._footprints = footprints
         self._attributes = attributes
         self._stand_ins = stand_ins
         self._collector = collector
@@ -94,13 +98,16 @@ class LayerCalls(CallOwner):
             microbatch.ran_on.setdefault(layer.index, set()).add(microbatch.device)
             store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
+            self._footprints.before(microbatch, layer, device)
             device.begin_call(_stage(microbatch, number))
+            self._footprints.begin(microbatch, call, device)
             versions = [leaf._version for leaf in leaves]
             run_mode = _mode(microbatch, call, grad)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
             in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)
             run = self._executor.forward(microbatch, call, run_mode, number)
+            self._footprints.end_forward(microbatch, call, device)
             store.note_upload(layer, device)
             if ordered:
                 batch.leave_layer(layer.index)
@@ -200,7 +207,9 @@ class LayerCalls(CallOwner):
             self._turns.enter_backward(microbatch, call)
             device = self._devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
+            self._footprints.before(microbatch, call.layer, device)
             device.begin_call(_stage(microbatch, id(call)))
+            self._footprints.begin(microbatch, call, device)
             count_backward(device, microbatch, call)
             defers = (microbatch.stage, microbatch.index) in microbatch.batch.deferring
             defers = defers and self._turns.has_turn_of(microbatch, call)
@@ -208,6 +217,7 @@ class LayerCalls(CallOwner):
             inputs, found = self._executor.backward(
                 microbatch, call, gradients, parameters=parameters, defers=defers, sums=sums
             )
+            self._footprints.end_backward(microbatch, call, device, found)
             count_gradients(device, microbatch, found)
             self._store.note_upload(call.layer, device)
             if isinstance(device, AcceleratorDevice):

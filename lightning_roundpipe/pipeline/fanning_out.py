@@ -72,6 +72,10 @@ class FanningOut:
         self._splits = {(id(module), kind): split for (module, kind), split in splits.items()}
         self.microbatches = microbatches
 
+    def plan_again(self) -> None:
+        """After the first batch, whose backward has shown what calls need of a device's memory."""
+        self.plans = {kind: self._planning.make(plan.calls, fused=False) for kind, plan in self.plans.items()}
+
     @property
     def active(self) -> bool:
         """Whether steps see the whole batch."""

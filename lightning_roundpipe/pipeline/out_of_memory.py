@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lightning_roundpipe.devices.out_of_memory import Purpose, remedies
+from lightning_roundpipe.devices.out_of_memory import Purpose, remedies, size_text
 from lightning_roundpipe.pipeline.batch import Microbatch
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.traffic import nbytes
@@ -39,14 +39,8 @@ def _needs(stage: Sequence[Layer], microbatch: Microbatch, store: ParameterStore
     gradients = sum(nbytes(p for p in layer.parameters if p.requires_grad) for layer in stage)
     inputs = max((nbytes(call.saved_inputs) for call in microbatch.calls if call.layer in stage), default=0)
     return (
-        f"Stage{number} (layers: {', '.join(layer.name for layer in stage)}) needs {_size(parameters)} for parameters,"
-        f" up to {_size(gradients)} for gradients, and activations of calls with up to {_size(inputs)} of inputs each;"
-        " parameters of the stage before it, and of the one after it, may be there, too."
+        f"Stage{number} (layers: {', '.join(layer.name for layer in stage)}) needs {size_text(parameters)} for"
+        f" parameters, up to {size_text(gradients)} for gradients, and activations of calls with up to"
+        f" {size_text(inputs)} of inputs each; parameters of the stage before it, and of the one after it, may be"
+        " there, too."
     )
-
-
-def _size(count: int) -> str:
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= factor:
-            return f"{count / factor:.1f} {unit}"
-    return f"{count} bytes"

@@ -9,6 +9,7 @@ from lightning_roundpipe.pipeline.plan import Plan, merged_calls
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.schedules import Scheduler
+from lightning_roundpipe.schedules.memory import Memory
 
 _CHANGE = 0.1
 """By how much the layers' shares of the costs must have changed, all together, for another plan."""
@@ -28,10 +29,16 @@ class Planning:
         measured: The layers' costs.
         staleness: For what.
         failed: Told of an error in the background.
+        memory: What stages of calls must fit into, if anything.
     """
 
     def __init__(
-        self, scheduler: Scheduler, measured: Measured, staleness: int, failed: Callable[[BaseException], None]
+        self,
+        scheduler: Scheduler,
+        measured: Measured,
+        staleness: int,
+        failed: Callable[[BaseException], None],
+        memory: Callable[[Sequence[int]], Memory | None] = lambda calls: None,
     ) -> None:
         self.plan: Plan | None = None
         """The plan of the step, as soon as there is one."""
@@ -39,6 +46,7 @@ class Planning:
         self._measured = measured
         self._staleness = staleness
         self._failed = failed
+        self._memory = memory
         self._thread: WorkThread | None = None
         self._searching = False
         self._closed = False
@@ -48,9 +56,10 @@ class Planning:
         self._planned: tuple[tuple[int, ...], int, list[float]] | None = None
 
     def make(self, calls: Sequence[int], *, fused: bool) -> Plan:
-        """A plan for these calls, by what they cost. Its last stage is fused where that is asked for."""
+        """A plan for these calls, by what they cost and need. Its last stage is fused where that is asked for."""
         forward, backward = self._measured.costs_of(calls)
-        return Plan.make(calls, self._scheduler.partition(forward, backward, fused=fused), self._scheduler.lanes)
+        partition = self._scheduler.partition(forward, backward, fused=fused, memory=self._memory(calls))
+        return Plan.make(calls, partition, self._scheduler.lanes)
 
     def next(self, *, deferred: bool) -> Plan | None:
         """The plan for the next batch, if there is one yet."""
@@ -97,17 +106,27 @@ class Planning:
         self._planned = calls, microbatches, shares
         self._searching = True
         self._thread = self._thread or WorkThread("roundpipe-planner")
-        self._thread.submit(lambda: self._search(calls, forward, backward, microbatches), lambda: None)
+        memory = self._memory(calls)
+        self._thread.submit(lambda: self._search(calls, forward, backward, microbatches, memory), lambda: None)
 
     def _give_way(self) -> None:
         if self._closed:
             raise Cancelled
         sleep(_PAUSE)
 
-    def _search(self, calls: tuple[int, ...], forward: list[float], backward: list[float], microbatches: int) -> None:
+    def _search(
+        self,
+        calls: tuple[int, ...],
+        forward: list[float],
+        backward: list[float],
+        microbatches: int,
+        memory: Memory | None,
+    ) -> None:
         start = monotonic()
         try:
-            partition, lanes = self._scheduler.plan(forward, backward, microbatches, self._staleness, self._give_way)
+            partition, lanes = self._scheduler.plan(
+                forward, backward, microbatches, self._staleness, memory, self._give_way
+            )
             self._found = Plan.make(calls, partition, lanes)
         except Cancelled:
             return

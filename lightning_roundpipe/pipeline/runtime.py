@@ -23,6 +23,7 @@ from lightning_roundpipe.pipeline.compiling import count_compilations
 from lightning_roundpipe.pipeline.device_rng import DeviceGenerators
 from lightning_roundpipe.pipeline.executing import Executor
 from lightning_roundpipe.pipeline.fanning_out import FanningOut
+from lightning_roundpipe.pipeline.footprints import Footprints
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.interception import Interception
 from lightning_roundpipe.pipeline.layers import LayerSpec, find_layers
@@ -58,6 +59,8 @@ class Pipeline:
         first_step: Number of batches trained so far, as a counter for the random numbers.
         compile_settings: How to compile layers that the user has not compiled (see :func:`compile_settings`), or None.
         scheduler: Makes stages and schedules; by default those of RoundPipe.
+        memory_limit: Bytes of each device that stages may take; by default as many as it takes.
+        refuses: Whether layers are refused that need more than that by themselves. Otherwise they are tried.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class Pipeline:
         first_step: int = 0,
         compile_settings: Any | None = None,
         scheduler: Scheduler | None = None,
+        memory_limit: int | None = None,
+        refuses: bool = True,
     ) -> None:
         self.root = root
         self.devices = list(devices)
@@ -97,7 +102,8 @@ class Pipeline:
 
         self._interception = Interception(root, self.layers)
         self._attributes = ModuleAttributes(root, self.layers, self.run_serially, self._keep_order)
-        self._planning = Planning(self.scheduler, self.measured, staleness, self.monitor.fail)
+        footprints = Footprints(self.layers, self.store, len(self.devices), memory_limit, refuses=refuses)
+        self._planning = Planning(self.scheduler, self.measured, staleness, self.monitor.fail, footprints.memory)
         self._line_up = LineUp(self.scheduler, self.layers, self.peaks)
         self._turnstiles = Turnstiles(self.monitor, len(self.devices) + 1)  # the last one is the start line
         self._threads = Threads("roundpipe")
@@ -113,6 +119,7 @@ class Pipeline:
             turns,
             self._handover,
             Executor(self.devices, self.layers, self._handover, self.measured, seed),
+            footprints,
             self._attributes,
             stand_ins,
             self._collector,
@@ -228,6 +235,8 @@ class Pipeline:
         self, weights: Sequence[float], scale: Callable[[], float], gradients: BatchGradients, *, deferred: bool
     ) -> Batch:
         splits_calls = self._fanning_out.active
+        if self.batch is not None and self.batch.records:
+            self._fanning_out.plan_again()
         first = self._planning.plan is None and not self._fanning_out.plans
         records = first or (len(weights) > 1 and not self._has_seen_several)  # it shows what is new
         serial = splits_calls or records or self.serial_reason is not None

@@ -1,10 +1,12 @@
 """Which consecutive layer calls make a stage."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, pairwise
+
+from lightning_roundpipe.schedules.schedule import Kind
 
 Cost = int | float | Fraction
 
@@ -31,7 +33,13 @@ class Partition:
         return len(self.forward) + len(self.backward)
 
 
-def balance(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], *, fused: bool) -> Partition:
+def balance(
+    forward_costs: Sequence[Cost],
+    backward_costs: Sequence[Cost],
+    *,
+    fused: bool,
+    fits: Callable[[range, Kind], bool] = lambda calls, kind: True,
+) -> Partition:
     """Cuts the calls into stages no longer than the longest single backward call.
 
     Calls are joined greedily as long as the stage stays within that limit, so a stage never takes longer than the
@@ -41,6 +49,7 @@ def balance(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], *, fu
         forward_costs: Time of each call's forward, in call order.
         backward_costs: Time of each call's backward including the recompute, in call order.
         fused: Whether the first backward stage also runs its calls' forward.
+        fits: Whether several calls may be a stage. If they may, so may any of them that follow on one another.
     """
     calls = len(forward_costs)
     limit = max([*forward_costs, *backward_costs], default=0.0)
@@ -49,7 +58,8 @@ def balance(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], *, fu
     while stop > 0:
         start = stop - 1
         cost = backward_costs[start]
-        while start > 0 and cost + backward_costs[start - 1] <= limit:
+        kind: Kind = "FB" if fused and not backward else "B"
+        while start > 0 and cost + backward_costs[start - 1] <= limit and fits(range(start - 1, stop), kind):
             start -= 1
             cost += backward_costs[start]
         backward.append(range(start, stop))
@@ -60,7 +70,7 @@ def balance(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], *, fu
     while start < unfused:
         stop = start + 1
         cost = forward_costs[start]
-        while stop < unfused and cost + forward_costs[stop] <= limit:
+        while stop < unfused and cost + forward_costs[stop] <= limit and fits(range(start, stop + 1), "F"):
             cost += forward_costs[stop]
             stop += 1
         forward.append(range(start, stop))

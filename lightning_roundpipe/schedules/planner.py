@@ -5,51 +5,11 @@ from dataclasses import dataclass, field
 from itertools import product
 
 from lightning_roundpipe.schedules.costs import Costs, stage_ranges
+from lightning_roundpipe.schedules.memory import Memory, finest
 from lightning_roundpipe.schedules.partition import Cost, Partition
 from lightning_roundpipe.schedules.recurrence import Prefixes, steady_state
 
 BUDGET = 5_000_000  # how many actions the search may time: about half a second
-
-
-@dataclass(frozen=True)
-class Memory:
-    """What a device has, and what layer calls need there, in one unit.
-
-    Attributes:
-        limit: Of the device.
-        parameters: Of each call's parameters.
-        gradients: Of their gradients.
-        activations: Of all that the call's backward needs, for one microbatch.
-    """
-
-    limit: Cost
-    parameters: Sequence[Cost]
-    gradients: Sequence[Cost]
-    activations: Sequence[Cost]
-
-    def alone(self) -> tuple[int, Cost]:
-        """The call that needs the most in a stage of its own, and how much that is. No stages need less."""
-        sizes = [sum(of) for of in zip(self.parameters, self.gradients, self.activations, strict=True)]
-        most = max(range(len(sizes)), key=sizes.__getitem__, default=0)
-        return most, max(sizes, default=0) + max(self.parameters, default=0)
-
-    def needed(self, partition: Partition) -> Cost:
-        """The most that a device may hold at a time.
-
-        The running stage's parameters and the next one's on the device, in backward its gradients, and the activations
-        of one call; in the fused stage of all its calls.
-        """
-        most: Cost = 0
-        largest: Cost = 0
-        for number, calls in enumerate(stage_ranges(partition)):
-            part = slice(calls.start, calls.stop)
-            parameters = sum(self.parameters[part])
-            fused = partition.fused and number == len(partition.forward)
-            held = parameters + (sum if fused else max)(self.activations[part])
-            if number >= len(partition.forward):
-                held += sum(self.gradients[part])
-            most, largest = max(most, held), max(largest, parameters)
-        return most + largest
 
 
 @dataclass(frozen=True)
@@ -127,12 +87,6 @@ def plan(
     return min(searches, key=lambda search: search.leaders()[0].time).improve(BUDGET // 2)
 
 
-def finest(calls: int, fused: bool = True) -> Partition:
-    """One call per stage."""
-    one_each = tuple(range(call, call + 1) for call in range(calls))
-    return Partition(one_each[:-1] if fused else one_each, one_each[::-1], fused)
-
-
 @dataclass
 class _Search:
     costs: Costs
@@ -158,6 +112,8 @@ class _Search:
         self.budget = budget
         one_each = finest(len(self.costs.forward), self.fused)
         best = Plan(one_each, self.lanes, self._time(one_each))
+        if self.memory is not None:
+            best = self._better(best, self.memory.balance(self.costs.forward, self.again, fused=self.fused))
         for partition in self._starts():
             if self.budget <= 0:
                 break

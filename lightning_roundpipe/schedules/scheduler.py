@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
 from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.memory import Memory
 from lightning_roundpipe.schedules.named import BOUND, CHUNKS
 from lightning_roundpipe.schedules.one_f_one_b import one_f_one_b
 from lightning_roundpipe.schedules.partition import Partition, balance, bound, cut
@@ -79,6 +80,7 @@ class Scheduler:
         backward_costs: Sequence[float],
         microbatches: int,
         staleness: int,
+        memory: Memory | None = None,
         give_way: Callable[[], None] | None = None,
     ) -> tuple[Partition, int]:
         """Searches the stages, and the number of lanes, that take the least time per batch. Takes up to a second.
@@ -88,6 +90,7 @@ class Scheduler:
             backward_costs: As for :meth:`partition`.
             microbatches: Number of microbatches of a batch.
             staleness: How many steps the parameters of a batch may be behind.
+            memory: What stages must fit into.
             give_way: Called after each trial.
         """
         backward = [max(both - forward, 0.0) for forward, both in zip(forward_costs, backward_costs, strict=True)]
@@ -100,6 +103,7 @@ class Scheduler:
             self._devices,
             staleness=staleness,
             lanes=lanes,
+            memory=memory,
             give_way=give_way,
         )
         return found.partition, found.lanes
@@ -118,7 +122,12 @@ class Scheduler:
             BOUND[self._method](self._devices, microbatches)
 
     def partition(
-        self, forward_costs: Sequence[float], backward_costs: Sequence[float], *, fused: bool = True
+        self,
+        forward_costs: Sequence[float],
+        backward_costs: Sequence[float],
+        *,
+        fused: bool = True,
+        memory: Memory | None = None,
     ) -> Partition:
         """Cuts a microbatch's calls into stages.
 
@@ -126,6 +135,7 @@ class Scheduler:
             forward_costs: Time of each call's forward, in call order.
             backward_costs: Time of each call's backward including the recompute, in call order.
             fused: Whether the backward may follow the forward at once.
+            memory: What stages must fit into, unless they are given by the method.
         """
         calls = len(forward_costs)
         if isinstance(self._method, Schedule) and fused:
@@ -137,6 +147,8 @@ class Scheduler:
         if self._method in BOUND and calls:
             chunks = CHUNKS if self._method == "interleaved" and calls >= CHUNKS else 1
             return bound(forward_costs, backward_costs, min(self._devices, calls // chunks) * chunks)
+        if memory is not None:
+            return memory.balance(forward_costs, backward_costs, fused=fused)
         return balance(forward_costs, backward_costs, fused=fused)
 
     def schedule(self, partition: Partition, microbatches: int, *, lanes: int = 1, deferred: bool = False) -> Schedule:
