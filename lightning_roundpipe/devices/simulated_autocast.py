@@ -1,9 +1,8 @@
 """Autocast on simulated devices: what the CPU's autocast casts of tensors on the CPU is cast of those on a device.
 
-torch has no autocast for ``meta``. The casts must be above autograd, which differentiates them, and simulated operations
-are computed below it. So simulated tensors have a dispatch key that comes before autograd's; there, the operations that
-autocast knows cast their arguments first. Which, and to what, is asked of the CPU's autocast itself.
-
+torch has no autocast for ``meta``. The casts must be above autograd, which differentiates them, and simulated
+operations are computed below it. So simulated tensors have a dispatch key that comes before autograd's; there, the
+operations that autocast knows cast their arguments first. Which, and to what, is asked of the CPU's autocast itself.
 What it casts of a weight is not kept for the next use, whether ``cache_enabled`` or not.
 """
 
@@ -16,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-_KEY = torch._C.DispatchKey.AutocastIPU  # one of autocast's keys, so that it is none of a backend; of no other use here
+# One of autocast's keys, so that it is none of a backend; of no other use here.
+_KEY = torch._C.DispatchKey.AutocastIPU  # type: ignore[attr-defined]
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 KEYS = torch._C.DispatchKeySet(_KEY)
 """The dispatch keys of simulated tensors besides those that torch gives them."""
