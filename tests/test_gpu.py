@@ -120,6 +120,20 @@ def test_memory_does_not_grow_with_depth() -> None:
     assert deep - shallow < 4 * block  # stages are cut by measured time, and need not have as many blocks
 
 
+def test_stages_keep_to_device_memory() -> None:
+    """Workspaces of libraries, a few MiB for each stream, come on top."""
+    block = sum(p.nbytes for p in Block(1024).parameters())
+    for limit in (8 * block, 14 * block):
+        gc.collect()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        before = torch.accelerator.memory_allocated()
+        fit(Net(24, 1024), data(16, 1024, count=4), pipeline(device_memory=limit))
+        assert torch.accelerator.max_memory_allocated() - before < limit + 64 * MIB
+    with pytest.raises(ValueError, match="does not fit into the memory that stages may take of a device"):
+        fit(Net(4, 1024), data(16, 1024), pipeline(device_memory=block))
+
+
 def test_nothing_stays() -> None:
     """But for what libraries keep for each stream, from the first time on."""
     fit(Net(), data(12), pipeline())

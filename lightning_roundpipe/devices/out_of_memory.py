@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 import torch
 
@@ -30,12 +30,13 @@ def remedies(purpose: Purpose, microbatches: int) -> str:
     return "What helps, the best first: " + "; ".join(f"({i}) {remedy}" for i, remedy in enumerate(order, 1)) + "."
 
 
-def size_text(nbytes: int | float) -> str:
+def size_text(nbytes: SupportsFloat) -> str:
     """A number of bytes for a message."""
+    size = float(nbytes)
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= factor:
-            return f"{nbytes / factor:.1f} {unit}"
-    return f"{nbytes} bytes"
+        if size >= factor:
+            return f"{size / factor:.1f} {unit}"
+    return f"{size:.0f} bytes"
 
 
 def release_frames(error: BaseException | None) -> None:
