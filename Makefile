@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv; the first time takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,docs]'
 	touch $@
 
 demo: $(READY)  ## train a character GPT for two minutes (ARGS="--seconds 30 --devices 3")

@@ -6,6 +6,7 @@ A block's language says what becomes of it: `python`, `console` and `yaml` are r
 import ast
 import re
 import shlex
+import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -134,6 +135,15 @@ def test_every_page_is_found_from_the_start() -> None:
     entries = [entry for section in site["nav"] for part in section.values() for entry in part]
     names = [entry if isinstance(entry, str) else "".join(entry.values()) for entry in entries]
     assert sorted(names) == sorted([*pages, "readme.md"])
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    """Without a warning: every page is listed, and every link and anchor of the site leads somewhere."""
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert made.returncode == 0, made.stderr
+    for name in ("index.html", "readme/index.html", "choosing/index.html", "pictures/two_batches.png"):
+        assert (tmp_path / name).exists(), name
 
 
 def messages() -> str:
