@@ -7,7 +7,7 @@ whole batches. So batches should be large enough to be split, the last one of an
 Prints, among Lightning's own lines:
 
     1,437 pictures to train with, 360 to validate with; 49,066 parameters
-    accuracy on the validation set: 0.9806
+    accuracy on the validation set: 0.9680
 """
 
 import argparse

@@ -5,7 +5,7 @@
 
 Needs `pip install "jsonargparse[signatures]"`. Prints, among Lightning's own lines:
 
-    4 microbatches, staleness 1; accuracy on the validation set: 0.9750
+    4 microbatches, staleness 1; accuracy on the validation set: 0.9810
 """
 
 from classify_digits import Classifier, Digits

@@ -1,12 +1,12 @@
 """Teaches an encoder-decoder to write words backwards, and asks it about words that it has not seen.
 
-    python examples/reverse_words.py --devices 2 --steps 600
+    python examples/reverse_words.py --devices 2 --steps 400
 
 The loss is a mean over letters, and words have different lengths. The first batch shows that, and microbatches count by
-their letters: `split='step', loss_weight='tokens'`. Prints, among Lightning's own lines:
+their letters: `split='step', loss_weight='count_labels'`. Prints, among Lightning's own lines:
 
-    4,431 words to learn from, 500 others to be asked about; 173,184 parameters
-    spelled right: 0.000 before, 0.950 after 600 steps
+    2,176 words to learn from, 500 others to be asked about; 171,840 parameters
+    spelled right: 0.000 before, 1.000 after 400 steps
     pipeline -> enilepip
 """
 
@@ -69,13 +69,13 @@ class Reverser(L.LightningModule):
         self.log("right", sum(right) / len(right), batch_size=len(right))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), 2e-3)
+        return torch.optim.AdamW(self.parameters(), 4e-3)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--devices", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     options = parser.parse_args()
 
     L.seed_everything(0, verbose=False)

@@ -83,7 +83,8 @@ def run(session: str, capsys: pytest.CaptureFixture[str]) -> None:
 
     What stands below a command, is its output.
     """
-    commands = [part.partition("\n") for part in re.split(r"^\$ ", session, flags=re.MULTILINE)[1:]]
+    joined = re.sub(r"\\\n *", "", session)
+    commands = [part.partition("\n") for part in re.split(r"^\$ ", joined, flags=re.MULTILINE)[1:]]
     assert commands and session.startswith("$ "), f"no command in\n{session}"
     for command, _, output in commands:
         if command.startswith(COMMAND):
