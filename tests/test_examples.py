@@ -108,14 +108,13 @@ def test_cli(example: Callable[..., str]) -> None:
     assert "3 microbatches, staleness 1" in printed
 
 
-@pytest.mark.slow
 def test_plan_32b(example: Callable[..., str]) -> None:
     assert "roundpipe: fits" in example("plan_32b", "--schedules roundpipe roundpipe_async")
 
 
 @pytest.mark.slow
 def test_char_gpt(tmp_path: Path) -> None:
-    command = [sys.executable, EXAMPLES / "char_gpt.py", "--seconds", "5", "--devices", "2"]
+    command = [sys.executable, EXAMPLES / "char_gpt.py", "--seconds", "12", "--devices", "2"]
     environment = os.environ | {"COLUMNS": "120"}  # tables in full width
     run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, encoding="utf-8")
     assert run.returncode == 0, run.stderr
@@ -140,7 +139,7 @@ def test_char_gpt(tmp_path: Path) -> None:
     assert saved["global_step"] == int(batches) and "pos" in saved["state_dict"]
     assert sum(1 for line in Path(log).read_text().splitlines() if line) > int(batches)
     seconds, loss, _ = found(r"^ +(\d+) s: batch \d+, loss ([\d.]+), ([\d,]+) tokens per second$")
-    assert int(seconds) <= 6 and float(loss) < 10
+    assert int(seconds) <= 13 and float(loss) < 10
     (text,) = found(r"^generated text:\n(.*)\Z")
     assert all(len(line) <= 80 for line in text.splitlines())
     assert text.startswith("The statement ") and len(text.rstrip("\n")) > 200
