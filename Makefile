@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help setup demo test quick lint format bench pictures clean
+.PHONY: help setup demo test quick lint format bench pictures docs clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -18,7 +18,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv; the first time takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[test,docs]'
 	touch $@
 
 demo: $(READY)  ## train a character GPT for two minutes (ARGS="--seconds 30 --devices 3")
@@ -46,5 +46,8 @@ bench: $(READY)  ## measure speed and memory against their targets (ARGS="overhe
 pictures: $(READY)  ## make docs/pictures: timelines, and what the commands print
 	PYTHONPATH=. $(BIN)/python docs/make_pictures.py
 
+docs: $(READY)  ## build the site of docs/ in site/ (ARGS=serve to read it in a browser)
+	$(BIN)/mkdocs $(or $(ARGS),build)
+
 clean:  ## remove .venv, caches and logs
-	rm -rf .venv build dist *.egg-info demo_logs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info demo_logs lightning_logs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Makes what docs/schedules.md shows: the timelines, and what the commands print. Run by `make pictures`."""
+"""Makes what the docs show: the timelines, and what the commands print. Run by `make pictures`."""
 
 import os
 from contextlib import redirect_stdout
@@ -28,6 +28,14 @@ def cut(forward: list[int], backward: list[int]) -> Partition:
 
 def shares(simulation: Simulation) -> str:
     return f"{100 * float(simulation.bubble):.1f} % bubble"
+
+
+def two_batches() -> None:
+    """RoundPipe in small, as docs/how_it_works.md explains it."""
+    costs = Costs([1] * 7, [2] * 7)
+    split = cut([3, 3], [1] * 7)
+    found = simulate(batches_of(split, 3, 2, 3), split, costs, staleness=1)
+    draw({"two devices, three microbatches, nine stages": found}, PICTURES / "two_batches.png", until=84)
 
 
 def rivals() -> None:
@@ -103,5 +111,5 @@ def commands() -> None:
 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
-    for make in (rivals, steady, splits, lanes, commands):
+    for make in (two_batches, rivals, steady, splits, lanes, commands):
         make()

@@ -77,12 +77,13 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
     for outcome in planned:
         _say_what_fits(outcome, machine, memory, (parameters, trainable), calls, precision, options, console)
     console.print(outcome_table(outcomes, "s"))
-    console.print("A schedule that binds stages keeps their parameters on its devices:", highlight=False)
-    for outcome in outcomes:
-        if outcome not in planned and outcome.partition is not None and outcome.simulation is not None:
-            need, room = bound_memory(outcome, memory, [call.input_bytes for call in calls]) / GB, memory.limit / GB
-            verdict = "fits" if need <= room else "does not fit"
-            console.print(f"  {outcome.name}: about {need:,.1f} of {room:.1f} GB, {verdict}", highlight=False)
+    bound = [o for o in outcomes if o not in planned and o.partition is not None and o.simulation is not None]
+    if bound:
+        console.print("A schedule that binds stages keeps their parameters on its devices:", highlight=False)
+    for outcome in bound:
+        need, room = bound_memory(outcome, memory, [call.input_bytes for call in calls]) / GB, memory.limit / GB
+        verdict = "fits" if need <= room else "does not fit"
+        console.print(f"  {outcome.name}: about {need:,.1f} of {room:.1f} GB, {verdict}", highlight=False)
     _explain(outcomes, console)
     _save(costs, outcomes, options, console)
 

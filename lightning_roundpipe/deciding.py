@@ -224,11 +224,11 @@ class BatchSplitter:
     def _decide_for_step(self, evidence: Evidence) -> None:
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
         # have different numbers of them.
-        preferred = ("tokens", "count_labels") if self._loss_weight == "samples" else ()
-        best = next(name for name in (*preferred, *evidence.fits) if name in evidence.fits)
+        asked = self._loss_weight != "samples"
+        best = next(iter(evidence.fits)) if asked else evidence.best("tokens", "count_labels")
         self.decided = ("step", evidence.fits[best])
         wanted = weight_name(self._loss_weight)
-        if self._loss_weight != "samples" and best != wanted:
+        if asked and best != wanted:
             error = evidence.unusable.get(wanted)
             why = "does not give the loss of the whole batch" if error is None else f"cannot be computed ({error!r})"
             rank_zero_warn(f"roundpipe: loss_weight={wanted!r} {why}: {best!r} is used in its place.")

@@ -35,6 +35,7 @@ from lightning_roundpipe.trees import map_tree
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 2e-2  # half precision
+_ROUNDING = 2e-6  # of a loss in single precision that is put together from parts
 _SEED = 7_158_278_826
 """Of generators that the step has not seeded itself: a number that nobody else will choose."""
 
@@ -53,6 +54,8 @@ class Evidence:
     parts: dict[str, float]
     fits: dict[str, LossWeight]
     """The weightings that give the whole batch's loss, by name."""
+    errors: dict[str, float]
+    """How far off each was at most, as a share of the loss, by name."""
     accumulates: tuple[str, ...] = ()
     """What each run of the step changes anew, so that several microbatches do not leave what one batch does."""
     unusable: dict[str, Exception] = field(default_factory=dict)
@@ -65,6 +68,15 @@ class Evidence:
             return f"each run of the step changes {', '.join(self.accumulates)} anew"
         parts = ", ".join(f"{value:.6g} by {name!r}" for name, value in self.parts.items())
         return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
+
+    def best(self, *preferred: str) -> str:
+        """The name of the weighting that fits best: of those that rounding may have kept from it, the first one.
+
+        While all labels are as likely to a model that has not learned anything, its losses hardly tell weightings
+        apart, but what is off by more than rounding then will be off by more later.
+        """
+        bound = max(_ROUNDING, 10 * min(self.errors[name] for name in self.fits))
+        return next(name for name in (*preferred, *self.fits) if name in self.fits and self.errors[name] <= bound)
 
     def misfit(self) -> str:
         """Why no weighting fits."""
@@ -102,7 +114,14 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
     evidence = compare(module, batch, cut, loss_of, candidates, ignored)
     if evidence is None or not evidence.fits:
         return evidence
-    fits = evidence.fits
+    fits, errors = evidence.fits, dict(evidence.errors)
+
+    def narrowed(found: Evidence | None) -> dict[str, LossWeight]:
+        if found is None:
+            return fits
+        errors.update({name: max(error, errors.get(name, 0.0)) for name, error in found.errors.items()})
+        return found.fits
+
     with undone(module):
         samples = sum(cut(batch)[1])
     with ExitStack() as stack:
@@ -110,17 +129,14 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
             with moved_parameters(module):
                 moved = compare(module, batch, cut, loss_of, fits)
             if moved is not None:
-                fits = moved.fits
+                fits = narrowed(moved)
                 stack.enter_context(moved_parameters(module))
         for changed, counting in changed_batches(batch, samples, ignored):
             with suppress(Exception):
-                closer = compare(module, changed, cut, loss_of, {**fits, weight_name(counting): counting})
-                if closer is not None:
-                    fits = closer.fits
+                fits = narrowed(compare(module, changed, cut, loss_of, {**fits, weight_name(counting): counting}))
         if not fits.keys() <= evidence.fits.keys():  # one that was found last must suit all that came before
-            closer = compare(module, batch, cut, loss_of, fits)
-            fits = fits if closer is None else closer.fits
-    return replace(evidence, fits=fits)
+            fits = narrowed(compare(module, batch, cut, loss_of, fits))
+    return replace(evidence, fits=fits, errors=errors)
 
 
 def compare(
@@ -156,6 +172,7 @@ def compare(
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
     parts: dict[str, float] = {}
     fits: dict[str, LossWeight] = {}
+    errors: dict[str, float] = {}
     unusable: dict[str, Exception] = {}
     for name, weight in candidates.items():
         try:
@@ -168,9 +185,10 @@ def compare(
         scale = max(abs(float(whole)), sum(map(abs, terms)))
         if scale == 0:  # every weighting fits a loss of zero
             return None
-        if abs(parts[name] - float(whole)) <= tolerance * scale and not accumulates:
+        errors[name] = abs(parts[name] - float(whole)) / scale
+        if errors[name] <= tolerance and not accumulates:
             fits[name] = weight
-    return Evidence(float(whole), parts, fits, accumulates, unusable, draws)
+    return Evidence(float(whole), parts, fits, errors, accumulates, unusable, draws)
 
 
 def _run(

@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from helpers import RoundPipeStrategy, assert_alike, assert_close, default_dtype, fit, weights
 from models import SGD, HuggingFace, Lit, bert, gpt2, llama
-from torch import Tensor
+from torch import Tensor, nn
+
+from lightning_roundpipe.splitting import count_labels
 
 WAYS = [(m, devices) for m in (1, 2, 3, 4) for devices in (1, 2, 3)]
 
@@ -138,3 +140,33 @@ def test_a_batch_in_which_no_token_counts() -> None:
     expected_seen, expected = seen_and_weights(gpt2, "auto", 1, batches)
     assert seen[0][0].isnan() and seen[0][1].isnan() and expected_seen[0][0].isnan()
     assert_alike(found, expected)
+
+
+class Tagger(L.LightningModule):
+    """Labels each letter where it stands, and has not learned anything: to it all labels are about as likely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(29, 16), nn.Linear(16, 29, bias=False)
+        for layer in (self.embed, self.head):
+            nn.init.normal_(layer.weight, std=0.05)
+
+    def training_step(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.head(self.embed(batch["input_ids"])).flatten(0, 1), batch["labels"].flatten())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_labels_that_stand_beside_their_inputs() -> None:
+    """A label for each input, as in a causal model, but not shifted: while the model has learned nothing, a count of
+    shifted labels gives nearly the same loss."""
+    batches = [padded(lengths, seed) for seed, lengths in enumerate([[9, 2, 3, 9, 4, 6], [2, 9, 5, 9, 9, 3]] * 6)]
+    for batch in batches:
+        batch["input_ids"], batch["labels"] = batch["input_ids"] % 29, batch["labels"].clamp(max=28)
+    plain, ours = Tagger(), Tagger()
+    fit(plain, batches)
+    trainer = fit(ours, batches, RoundPipeStrategy(microbatches=3), devices=2)
+    assert trainer.strategy._decided == ("step", count_labels)
+    assert_close(weights(ours), weights(plain), 1e-5)
