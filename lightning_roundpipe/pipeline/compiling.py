@@ -99,6 +99,7 @@ def prepared(settings: Any, fail: Callable[[Exception], None]) -> Any:
     ours = object.__new__(type(settings))
     ours.__dict__.update(settings.__dict__)
     ours.callback = _Compile(settings.callback, fail)
+    ours.fullgraph = False  # the callback knows; here it would be an error if nothing was compiled
     return ours
 
 
