@@ -23,6 +23,8 @@ from lightning_roundpipe.devices.base import Device, Event, Hardware, Stream
 from lightning_roundpipe.devices.cpu import copy_with_strides
 from lightning_roundpipe.devices.file_pages import release_file_pages
 
+STREAMS = ("compute", "parameters up", "inputs up", "down")
+"""What each stream of a device does."""
 _HOST = torch.device("cpu")
 
 
@@ -38,7 +40,7 @@ class AcceleratorDevice(Device):
 
     def __init__(self, hardware: Hardware, peers: "dict[torch.device, AcceleratorDevice]") -> None:
         super().__init__()
-        self.hardware = hardware
+        self.hardware: Hardware = hardware
         self.name = hardware.name
         self.torch_device = hardware.torch_device
         self._peers = peers
@@ -59,6 +61,11 @@ class AcceleratorDevice(Device):
         self._gradients_down: Event = now
         self._gradients_before: Event = now
         """The last gradients of earlier stages."""
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """By what they do."""
+        return dict(zip(STREAMS, (self._compute, self._parameters, self._inputs, self._downloads), strict=True))
 
     # -- order -----------------------------------------------------------------------------------------------------
 

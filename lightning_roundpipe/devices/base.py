@@ -1,7 +1,7 @@
 """What the pipeline asks of a device."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +32,10 @@ class Traffic:
     def down(self) -> int:
         """Device to host."""
         return self.gradients_down + self.activations_down
+
+
+Mark = Callable[[], float]
+"""When a stream has done what it was given before, in seconds of :func:`time.perf_counter`; to be asked afterwards."""
 
 
 class Event(Protocol):
@@ -79,6 +83,9 @@ class Hardware(Protocol):
 
     def in_thread(self) -> AbstractContextManager[Any]:
         """Around what a thread does with tensors on such devices."""
+
+    def mark(self, stream: Any) -> Mark:
+        """Marks the end of what a stream was given so far."""
 
 
 class Device(ABC):

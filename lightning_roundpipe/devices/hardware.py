@@ -1,11 +1,13 @@
 """A real accelerator, as far as :class:`AcceleratorDevice` needs it, by torch's device-neutral API."""
 
+import time
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 
-from lightning_roundpipe.devices.base import Generator
+from lightning_roundpipe.devices.base import Generator, Mark
 from lightning_roundpipe.devices.simulated import SimulatedDevice, simulated_device
 
 
@@ -26,6 +28,8 @@ class TorchHardware:
         module = torch.get_device_module(torch_device)
         module.init()  # there are no generators before
         self.generator: Generator = module.default_generators[torch_device.index]
+        self._reference: tuple[torch.Event, float] | None = None
+        """A moment on the device's clock and on the host's."""
 
     def stream(self, name: str = "") -> torch.Stream:
         """A new stream. Those of torch have no names."""
@@ -42,6 +46,23 @@ class TorchHardware:
     def in_thread(self) -> AbstractContextManager[None]:
         """Around what a thread does with its tensors."""
         return nullcontext()
+
+    def mark(self, stream: torch.Stream) -> Mark:
+        """Marks the end of what a stream was given so far."""
+        if self._reference is None:
+            reference = self._timed_event(stream)
+            reference.synchronize()
+            self._reference = reference, time.perf_counter()
+        return partial(self._seconds, self._timed_event(stream), *self._reference)
+
+    def _timed_event(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _seconds(self, event: torch.Event, reference: torch.Event, at: float) -> float:
+        event.synchronize()
+        return at + reference.elapsed_time(event) / 1e3
 
 
 def hardware_of(torch_device: torch.device) -> TorchHardware | SimulatedDevice:

@@ -1,9 +1,12 @@
 """What layer calls cost, and how long the devices are busy: measured while batches run."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+
+Note = Callable[[float, float], None]
+"""Told of each span of time that is counted, when it is over: its start and its end."""
 
 _CALLS_AVERAGED = 50
 _CALLS_TRUSTED = 5
@@ -34,17 +37,20 @@ class DeviceUse:
 
 
 class _TimedCall:
-    def __init__(self, use: DeviceUse, costs: Costs, besides: float) -> None:
-        self._use, self._costs, self._besides = use, costs, besides
+    def __init__(self, use: DeviceUse, costs: Costs, besides: float, note: Note | None) -> None:
+        self._use, self._costs, self._besides, self._note = use, costs, besides, note
 
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
     def __exit__(self, *exc: object) -> None:
-        seconds = time.perf_counter() - self._start
+        end = time.perf_counter()
+        seconds = end - self._start
         self._use.busy_seconds += seconds
         self._use.calls += 1
         self._costs.add(seconds + self._besides)
+        if self._note is not None:
+            self._note(self._start, end)
 
 
 class Measured:
@@ -60,24 +66,27 @@ class Measured:
         self.backward = [Costs() for _ in range(layers)]
         self.use = [DeviceUse() for _ in range(devices)]
 
-    def forward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
+    def forward_call(self, device: int, layer: int, note: Note | None = None) -> AbstractContextManager[None]:
         """Measures a layer's forward on a device."""
-        return self._call(device, self.forward[layer])
+        return _TimedCall(self.use[device], self.forward[layer], 0.0, note)
 
-    def backward_call(self, device: int, layer: int, *, recomputes: bool) -> AbstractContextManager[None]:
+    def backward_call(
+        self, device: int, layer: int, note: Note | None = None, *, recomputes: bool
+    ) -> AbstractContextManager[None]:
         """Measures a layer's backward, with the recompute. If there is none, one is counted that takes as long as the
         forward, so that costs do not depend on the stages that the layers are in."""
-        return self._call(device, self.backward[layer], 0.0 if recomputes else self.forward[layer].mean)
-
-    def _call(self, device: int, costs: Costs, besides: float = 0.0) -> "_TimedCall":
-        return _TimedCall(self.use[device], costs, besides)
+        besides = 0.0 if recomputes else self.forward[layer].mean
+        return _TimedCall(self.use[device], self.backward[layer], besides, note)
 
     @contextmanager
-    def busy(self, device: int) -> Iterator[None]:
+    def busy(self, device: int, note: Note | None = None) -> Iterator[None]:
         """Measures other work of a device."""
         start = time.perf_counter()
         yield
-        self.use[device].busy_seconds += time.perf_counter() - start
+        end = time.perf_counter()
+        self.use[device].busy_seconds += end - start
+        if note is not None:
+            note(start, end)
 
     def costs_of(self, calls: Sequence[int]) -> tuple[list[float], list[float]]:
         """Seconds of each call's forward, and of its backward including the recompute."""
