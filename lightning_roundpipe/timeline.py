@@ -124,14 +124,15 @@ class TimelineWriter:
         try:
             path.write_text(json.dumps(trace(self.recording, devices, layers), ensure_ascii=False), encoding="utf-8")
             try:
-                draw_charts({title(self.recording, devices): chart(self.recording, devices)}, self._timeline.picture)
+                draw_charts(charts(self.recording, devices), self._timeline.picture)
                 picture = f"as a picture in {self._timeline.picture}"
             except ImportError as error:
                 picture = f"without a picture: {error}"
         except Exception as error:
             rank_zero_warn(f"roundpipe: the timeline could not be written to {path}: {error!r}")
             return
-        rank_zero_info(f"roundpipe: {batches_of(self.recording)} as a trace for ui.perfetto.dev in {path}, {picture}")
+        batches = ", ".join(map(_named, _rows(_numbers(self.recording))))
+        rank_zero_info(f"roundpipe: {batches} as a trace for ui.perfetto.dev in {path}, {picture}")
 
 
 def _wants(device: int, stream: str) -> Add | None:
@@ -144,23 +145,13 @@ def _wants(device: int, stream: str) -> Add | None:
     return partial(add, device, stream, name, microbatch.batch.number, microbatch.number)
 
 
-def batches_of(recording: Recording) -> str:
-    """Names the batches that were recorded."""
-    spans: list[Span | CallSpan] = [*recording.actions, *recording.calls]
-    numbers = sorted({span.batch for span in spans})
-    if len(numbers) == 1:
-        return f"batch {numbers[0]}"
-    if numbers == list(range(numbers[0], numbers[-1] + 1)):
-        return f"batches {numbers[0]} to {numbers[-1]}"
-    return f"batches {', '.join(map(str, numbers))}"
-
-
 # --- the trace
 
-_HOST, _FIRST_DEVICE = 0, 1
-_MAIN, _WORKER = 0, 1
-_OUT_OF_TURN = 100
+_HOST, _FIRST_DEVICE = 1, 2
+_MAIN, _WORKER, _ACTIONS, _STREAMS, _OUT_OF_TURN = 1, 2, 1, 2, 100
 """Tracks, in the trace's words processes and threads. A microbatch's calls without a turn have one of their own."""
+_THREADS = 1000
+"""Threads of different processes have different numbers, none of which is 0: so no viewer takes two for the same."""
 
 
 def trace(recording: Recording, devices: Sequence[str], layers: Sequence[str]) -> dict[str, Any]:
@@ -187,14 +178,14 @@ def _events(recording: Recording, devices: Sequence[str], layers: Sequence[str])
     for span in recording.actions:
         calls = inside.get((span.batch, span.action), [])
         yield event(
-            _FIRST_DEVICE + span.device, 0, str(span.action), "action", float(span.start), float(span.end),
+            _FIRST_DEVICE + span.device, _ACTIONS, str(span.action), "action", float(span.start), float(span.end),
             kind=span.action.kind, stage=span.action.stage, microbatch=span.action.microbatch, batch=span.batch,
             device=devices[span.device], layers=list(dict.fromkeys(layers[call.layer] for call in calls)),
             busy_us=_microseconds(0.0, sum(call.end - call.start for call in calls)),
         )  # fmt: skip
     for call in recording.calls:
         yield event(
-            _FIRST_DEVICE + call.device, 0 if call.action is not None else _OUT_OF_TURN + call.microbatch,
+            _FIRST_DEVICE + call.device, _ACTIONS if call.action is not None else _OUT_OF_TURN + call.microbatch,
             layers[call.layer], "layer", call.start, call.end,
             phase=call.phase, microbatch=call.microbatch, batch=call.batch,
         )  # fmt: skip
@@ -209,7 +200,7 @@ def _events(recording: Recording, devices: Sequence[str], layers: Sequence[str])
     for (device, stream), works in streams.items():
         for start, end, of in works:
             yield event(
-                _FIRST_DEVICE + device, 1 + STREAMS.index(stream), of.name, "stream", start, end,
+                _FIRST_DEVICE + device, _STREAMS + STREAMS.index(stream), of.name, "stream", start, end,
                 microbatch=of.microbatch, batch=of.batch,
             )  # fmt: skip
 
@@ -219,7 +210,7 @@ def _event(
 ) -> dict[str, Any]:
     begun, ended = _microseconds(origin, start), _microseconds(origin, end)
     return {
-        "ph": "X", "pid": process, "tid": thread, "name": name, "cat": category,
+        "ph": "X", "pid": process, "tid": _THREADS * process + thread, "name": name, "cat": category,
         "ts": begun, "dur": round(ended - begun, 3), "args": args,
     }  # fmt: skip
 
@@ -233,19 +224,19 @@ def _names(events: Iterable[dict[str, Any]], devices: Sequence[str]) -> Iterator
     """What the tracks are called, and in which order they are shown."""
     processes = {_HOST: "host", **{_FIRST_DEVICE + i: f"device {i} ({name})" for i, name in enumerate(devices)}}
     threads = {(_HOST, _MAIN): "main thread", (_HOST, _WORKER): "optimizer worker"}
-    threads |= {(_FIRST_DEVICE + i, 0): "actions" for i in range(len(devices))}
-    for process, thread in sorted({(event["pid"], event["tid"]) for event in events}):
-        if process != _HOST and 0 < thread <= len(STREAMS):
-            threads[process, thread] = f"stream: {STREAMS[thread - 1]}"
+    threads |= {(_FIRST_DEVICE + i, _ACTIONS): "actions" for i in range(len(devices))}
+    for process, thread in sorted({(event["pid"], event["tid"] % _THREADS) for event in events}):
+        if process != _HOST and _STREAMS <= thread < _OUT_OF_TURN:
+            threads[process, thread] = f"stream: {STREAMS[thread - _STREAMS]}"
         if thread >= _OUT_OF_TURN:
             threads[process, thread] = f"calls of mb{thread - _OUT_OF_TURN} without a turn"
 
     def said(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
-        return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": args}
+        return {"ph": "M", "pid": process, "tid": _THREADS * process + thread, "name": what, "args": args}
 
     for process, name in processes.items():
-        yield said("process_name", process, 0, name=name)
-        yield said("process_sort_index", process, 0, sort_index=process)
+        yield said("process_name", process, 1, name=name)
+        yield said("process_sort_index", process, 1, sort_index=process)
     for (process, thread), name in sorted(threads.items()):
         yield said("thread_name", process, thread, name=name)
         yield said("thread_sort_index", process, thread, sort_index=thread)
@@ -284,36 +275,54 @@ def _starts(recording: Recording, streams: Mapping[Any, Sequence[tuple[float, fl
 
 # --- the picture
 
-
-def chart(recording: Recording, devices: Sequence[str]) -> Chart:
-    """The recording as a chart, in milliseconds: a line for each device, and one for the optimizer's steps."""
-    shown: list[Any] = [*recording.actions, *recording.calls, *recording.steps, *recording.steps_in_line]
-    start = min(span.start for span in shown)
-
-    def times(span: Any) -> tuple[float, float]:
-        return 1e3 * (span.start - start), 1e3 * (span.end - start)
-
-    bars = [
-        Bar(span.device, *times(span), span.action.kind, span.batch, str(span.action.microbatch), waits=True)
-        for span in recording.actions
-    ]
-    bars += [
-        Bar(call.device, *times(call), call.action.kind if call.action is not None else _KINDS[call.phase], call.batch)
-        for call in recording.calls
-    ]
-    bars += [
-        Bar(len(devices), *times(step), "step", step.batch) for step in (*recording.steps, *recording.steps_in_line)
-    ]
-    return Chart((*devices, "optimizer"), bars, max(bar.end for bar in bars), "milliseconds")
-
-
 _KINDS = {"forward": "F", "backward": "B", "weight gradients": "W"}
 
 
-def title(recording: Recording, devices: Sequence[str]) -> str:
-    """What the picture shows: which batches, how long they took, and how busy the devices were."""
-    busy = sum(call.end - call.start for call in recording.calls)
+def charts(recording: Recording, devices: Sequence[str]) -> dict[str, Chart]:
+    """The recording as charts by title, in milliseconds: one for each row of batches that follow each other. Each
+    device is a line, and the optimizer's steps are another one."""
+    return dict(_chart(recording, devices, batches) for batches in _rows(_numbers(recording)))
+
+
+def _chart(recording: Recording, devices: Sequence[str], batches: Sequence[int]) -> tuple[str, Chart]:
+    actions = [span for span in recording.actions if span.batch in batches]
+    calls = [call for call in recording.calls if call.batch in batches]
+    steps = [step for step in (*recording.steps, *recording.steps_in_line) if step.batch in batches]
+    devices_at_work: list[Span | CallSpan] = [*actions, *calls]
+    start = float(min(span.start for span in devices_at_work))
+
+    def since_start(span: Any) -> dict[str, Any]:
+        return {"start": 1e3 * (span.start - start), "end": 1e3 * (span.end - start)}
+
+    bars = [Bar.of_action(span, **since_start(span), waits=True) for span in actions]
+    for call in calls:
+        kind = call.action.kind if call.action is not None else _KINDS[call.phase]
+        bars.append(Bar(call.device, kind=kind, batch=call.batch, **since_start(call)))
+    bars += [Bar(len(devices), kind="step", batch=step.batch, **since_start(step)) for step in steps]
+    seconds = float(max(span.end for span in devices_at_work)) - start
+    busy = sum(call.end - call.start for call in calls) / (seconds * len(devices)) if seconds else 0.0
+    title = f"{_named(batches)}: devices computed {100 * busy:.1f} % of {1e3 * seconds:.0f} ms"
+    return title, Chart((*devices, "optimizer"), bars, max(bar.end for bar in bars), "milliseconds")
+
+
+# --- which batches
+
+
+def _numbers(recording: Recording) -> list[int]:
     spans: list[Span | CallSpan] = [*recording.actions, *recording.calls]
-    seconds = max(span.end for span in spans) - min(span.start for span in spans)
-    share = f"{100 * busy / (seconds * len(devices)):.1f} %" if seconds else "0 %"
-    return f"{batches_of(recording)}: devices computed {share} of {1e3 * seconds:.0f} ms"
+    return sorted({span.batch for span in spans})
+
+
+def _rows(numbers: Sequence[int]) -> list[list[int]]:
+    """The numbers, as those that follow each other."""
+    rows: list[list[int]] = []
+    for number in numbers:
+        if rows and number == rows[-1][-1] + 1:
+            rows[-1].append(number)
+        else:
+            rows.append([number])
+    return rows
+
+
+def _named(row: Sequence[int]) -> str:
+    return f"batch {row[0]}" if len(row) == 1 else f"batches {row[0]} to {row[-1]}"

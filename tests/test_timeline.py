@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -132,6 +132,9 @@ def events_in(path: Path) -> list[dict[str, Any]]:
         assert type(event["ts"]) is float and type(event["dur"]) is float and event["ts"] >= 0 and event["dur"] >= 0
     spans = [event for event in read["traceEvents"] if event["ph"] == "X"]
     tracks = {(event["pid"], event["tid"]) for event in spans}
+    assert 0 not in {number for track in tracks for number in track} and len({thread for _, thread in tracks}) == len(
+        tracks
+    )
     assert min(event["ts"] for event in spans) == 0
     assert tracks <= named["namethread"] and {(process,) for process, _ in tracks} <= named["nameprocess"]
     for track in tracks:
@@ -170,14 +173,14 @@ def check(trainer: L.Trainer, seen: Seen, path: Path, chosen: Sequence[int] = ra
             numbers = range(batch.first, batch.first + batch.microbatches)
             found = [s.action for s in mine if s.batch == batch.number and s.action.microbatch in numbers]
             assert found == (expected if batch.number in chosen else [])
-        in_trace = [e for e in actions if e["pid"] == 1 + device]
+        in_trace = [e for e in actions if e["pid"] == 2 + device]
         assert [(str(span.action), span.batch) for span in mine] == [(e["name"], e["args"]["batch"]) for e in in_trace]
         busy, told = 0.0, 0.0
         for call in recording.calls:
             if call.device == device:
                 busy += call.end - call.start
         for event in of(events, "layer"):
-            told += event["dur"] / 1e6 if event["pid"] == 1 + device else 0.0
+            told += event["dur"] / 1e6 if event["pid"] == 2 + device else 0.0
         if len(chosen) == BATCHES:
             assert busy == report.devices[device].busy_seconds
         assert told == pytest.approx(busy, abs=1e-9 * len(recording.calls))
@@ -218,7 +221,7 @@ def test_of_a_layer_in_each_stage(
         assert event["name"] == f"{args['kind']}{args['stage']}·mb{args['microbatch']}"
         assert args["kind"] == ("F" if args["stage"] < 5 else "FB" if args["stage"] == 5 else "B")
         assert args["layers"] == [f"layers.{layer}"]
-        assert args["device"] == f"cpu:{event['pid'] - 1}" and args["batch"] in range(2, 5)
+        assert args["device"] == f"cpu:{event['pid'] - 2}" and args["batch"] in range(2, 5)
         assert 0 < args["busy_us"] <= event["dur"]
     layers = of(events, "layer")
     assert {event["args"]["phase"] for event in layers} == {"forward", "backward"}
@@ -268,17 +271,16 @@ def test_of_simulated_devices(staleness: int, seen: Seen, tmp_path: Path, monkey
     check(fit(Net(), batches(), strategy, devices=2), seen, tmp_path / "t.json")
     assert all(type(device.hardware) is SimulatedDevice for device in seen.devices)
     spans = of(events_in(tmp_path / "t.json"), "stream")
-    for device in (1, 2):
-        count = Counter(event["tid"] for event in spans if event["pid"] == device)
-        assert set(count) == {1, 2, 3, 4}
-        layers = {event["name"] for event in spans if event["pid"] == device and event["tid"] == 1}
-        assert layers <= {f"layer 'layers.{layer}'" for layer in range(6)}
+    for device in (2, 3):
+        tracks = {event["tid"] - 1000 * device for event in spans if event["pid"] == device}
+        assert tracks == {2, 3, 4, 5}  # computes, brings parameters up, inputs up, things down
+    assert {event["name"] for event in spans} == {f"layer 'layers.{layer}'" for layer in range(6)}
 
 
 def test_of_steps_in_line(seen: Seen, tmp_path: Path) -> None:
     check(record(tmp_path / "t.json", background_step=False), seen, tmp_path / "t.json")
     (track,) = {(event["pid"], event["tid"]) for event in of(events_in(tmp_path / "t.json"), "step")}
-    assert track == (0, 0) and len(seen.recording.steps_in_line) == BATCHES
+    assert track == (1, 1001) and len(seen.recording.steps_in_line) == BATCHES
 
 
 class Conditional(Net):
@@ -296,9 +298,9 @@ def test_of_a_call_that_was_not_foreseen(seen: Seen, tmp_path: Path, monkeypatch
     """It has no turn, and a track of its own: the device may be at something else."""
     one_layer_a_stage(monkeypatch)
     record(tmp_path / "t.json", Conditional())
-    alone = [event for event in of(events_in(tmp_path / "t.json"), "layer") if event["tid"] != 0]
+    alone = [event for event in of(events_in(tmp_path / "t.json"), "layer") if event["tid"] != 1000 * event["pid"] + 1]
     assert {(event["name"], event["args"]["batch"]) for event in alone} == {("layers.0", 2)}
-    assert sorted(event["tid"] - 100 for event in alone if event["args"]["phase"] == "forward") == list(range(M))
+    assert sorted(event["tid"] % 1000 - 100 for event in alone if event["args"]["phase"] == "forward") == list(range(M))
     assert sum(call.batch == 2 for call in seen.recording.calls) == M * 14
 
 
@@ -386,3 +388,18 @@ def test_arguments() -> None:
             Timeline("a.json", wrong)
     with pytest.raises(ValueError, match="`timeline` must be"):
         RoundPipeStrategy(timeline=3)
+
+
+def test_picture_of_batches_apart(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row of batches is a chart of its own, of a line for each device and one for the optimizer."""
+    one_layer_a_stage(monkeypatch)
+    record(tmp_path / "t.json", chosen=[1, 3, 4])
+    drawn = timelines.charts(seen.recording, ["a", "b"])
+    (first, alone), (second, row) = drawn.items()
+    assert first.startswith("batch 1: devices computed ") and second.startswith("batches 3 to 4: ")
+    for chart, numbers in ((alone, {1}), (row, {3, 4})):
+        assert chart.lines == ("a", "b", "optimizer") and {bar.batch for bar in chart.bars} == numbers
+        assert min(bar.start for bar in chart.bars) == 0 and max(bar.end for bar in chart.bars) == chart.end
+        assert sum(bar.waits for bar in chart.bars) == 11 * M * len(numbers)  # six forward stages, the last one fused
+        assert [bar.batch for bar in chart.bars if bar.line == 2 and bar.kind == "step"] == sorted(numbers)
+        assert all(bar.label == "" or bar.waits for bar in chart.bars)

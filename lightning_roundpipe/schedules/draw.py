@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from lightning_roundpipe.schedules.simulate import Simulation
+from lightning_roundpipe.schedules.simulate import Simulation, Span
 
 # On a page of its own colour, so that the picture is readable whatever it lies on, light or dark.
 PAGE, INK, IDLE = "#fbfaf7", "#22262b", "#e9e6df"
@@ -30,6 +30,7 @@ class Bar:
         kind: That of an action, or ``"step"`` for the optimizer's.
         batch: Number of its batch; every other one is darker.
         label: Written upon it where there is room.
+        stage: Bars of one stage have their labels together.
         waits: Whether it only shows what its line was at, in a paler colour; what was computed lies upon it.
     """
 
@@ -39,7 +40,14 @@ class Bar:
     kind: str
     batch: int
     label: str = ""
+    stage: int = -1
     waits: bool = False
+
+    @classmethod
+    def of_action(cls, span: Span, *, start: float, end: float, waits: bool = False) -> "Bar":
+        """What shows an action, with its microbatch's number."""
+        action = span.action
+        return cls(span.device, start, end, action.kind, span.batch, str(action.microbatch), action.stage, waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +73,7 @@ def draw(simulations: Mapping[str, Simulation], path: str | Path, *, until: floa
 
 
 def _chart(simulation: Simulation) -> Chart:
-    bars = [
-        Bar(span.device, float(span.start), float(span.end), span.action.kind, span.batch, str(span.action.microbatch))
-        for span in simulation.actions
-    ]
+    bars = [Bar.of_action(span, start=float(span.start), end=float(span.end)) for span in simulation.actions]
     lines = [f"device {device}" for device in range(len(simulation.devices))]
     return Chart(lines, bars, float(simulation.makespan))
 
@@ -106,7 +111,12 @@ def draw_charts(charts: Mapping[str, Chart], path: str | Path, *, until: float |
         count = len(chart.lines)
         ax.set_facecolor(PAGE)
         ax.broken_barh([(0, end)], (-0.42, count - 0.16), facecolors=IDLE)
-        digits = max((len(bar.label) for bar in chart.bars), default=0)
+        legible = 0.007 * end * max((len(bar.label) for bar in chart.bars), default=0)
+        lengths: dict[tuple[int, int, int], list[float]] = {}
+        for bar in chart.bars:
+            if bar.label:
+                lengths.setdefault((bar.line, bar.batch, bar.stage), []).append(bar.end - bar.start)
+        usual = {stage: median(of_stage) for stage, of_stage in lengths.items()}
         spans: dict[tuple[str, int], list[tuple[float, float]]] = {}  # of the bars of one colour on one line
         for bar in chart.bars:
             start, stop = bar.start, min(bar.end, end)
@@ -114,15 +124,15 @@ def draw_charts(charts: Mapping[str, Chart], path: str | Path, *, until: float |
                 continue
             kinds.add((bar.kind, bar.waits))
             spans.setdefault((_colour(bar), bar.line), []).append((start, stop - start))
-            if bar.label and stop - start > 0.007 * end * digits:
+            if bar.label and stop - start > legible * (0.8 if usual[bar.line, bar.batch, bar.stage] > legible else 1.3):
                 ax.text(
                     (start + stop) / 2, bar.line, bar.label,
                     ha="center", va="center_baseline", fontsize=6.5, color=INK,
                 )  # fmt: skip
-        for (colour, number), lengths in spans.items():
-            narrow = median(length for _, length in lengths) < 0.004 * end
+        for (colour, number), parts in spans.items():
+            narrow = median(length for _, length in parts) < 0.004 * end
             ax.broken_barh(
-                lengths, (number - 0.42, 0.84), facecolors=colour, edgecolors=PAGE, linewidth=0.1 if narrow else 0.4
+                parts, (number - 0.42, 0.84), facecolors=colour, edgecolors=PAGE, linewidth=0.1 if narrow else 0.4
             )
         ax.set_title(title, loc="left", fontsize=9.5, color=INK)
         ax.set_xlim(0, end)
