@@ -149,7 +149,7 @@ def _wants(device: int, stream: str) -> Add | None:
 
 _HOST, _FIRST_DEVICE = 1, 2
 _MAIN, _WORKER, _ACTIONS, _STREAMS, _OUT_OF_TURN = 1, 2, 1, 2, 100
-"""Tracks, in the trace's words processes and threads. A microbatch's calls without a turn have one of their own."""
+"""Tracks, in the trace's words processes and threads. Calls without a turn have some of their own."""
 _THREADS = 1000
 """Threads of different processes have different numbers, none of which is 0: so no viewer takes two for the same."""
 
@@ -183,9 +183,10 @@ def _events(recording: Recording, devices: Sequence[str], layers: Sequence[str])
             device=devices[span.device], layers=list(dict.fromkeys(layers[call.layer] for call in calls)),
             busy_us=_microseconds(0.0, sum(call.end - call.start for call in calls)),
         )  # fmt: skip
+    tracks = _tracks_out_of_turn(recording.calls)
     for call in recording.calls:
         yield event(
-            _FIRST_DEVICE + call.device, _ACTIONS if call.action is not None else _OUT_OF_TURN + call.microbatch,
+            _FIRST_DEVICE + call.device, _ACTIONS if call.action is not None else tracks[call],
             layers[call.layer], "layer", call.start, call.end,
             phase=call.phase, microbatch=call.microbatch, batch=call.batch,
         )  # fmt: skip
@@ -229,7 +230,7 @@ def _names(events: Iterable[dict[str, Any]], devices: Sequence[str]) -> Iterator
         if process != _HOST and _STREAMS <= thread < _OUT_OF_TURN:
             threads[process, thread] = f"stream: {STREAMS[thread - _STREAMS]}"
         if thread >= _OUT_OF_TURN:
-            threads[process, thread] = f"calls of mb{thread - _OUT_OF_TURN} without a turn"
+            threads[process, thread] = "calls without a turn"
 
     def said(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
         return {"ph": "M", "pid": process, "tid": _THREADS * process + thread, "name": what, "args": args}
@@ -248,6 +249,18 @@ def _calls_by_action(calls: Iterable[CallSpan]) -> dict[tuple[int, Any], list[Ca
         if call.action is not None:
             found.setdefault((call.batch, call.action), []).append(call)
     return found
+
+
+def _tracks_out_of_turn(calls: Iterable[CallSpan]) -> dict[CallSpan, int]:
+    """For each call without a turn a track of its device's on which there is no other one at the time."""
+    ends: dict[int, list[float]] = {}
+    tracks: dict[CallSpan, int] = {}
+    for call in sorted((call for call in calls if call.action is None), key=lambda call: call.start):
+        of_device = ends.setdefault(call.device, [])
+        track = next((i for i, end in enumerate(of_device) if end <= call.start), len(of_device))
+        of_device[track : track + 1] = [call.end]
+        tracks[call] = _OUT_OF_TURN + track
+    return tracks
 
 
 def _one_at_a_time(spans: Iterable[StreamSpan]) -> dict[tuple[int, str], list[tuple[float, float, StreamSpan]]]:

@@ -4,6 +4,9 @@ Without one, this file is only collected: nothing here has been run yet.
 """
 
 import gc
+import json
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,7 +15,8 @@ import torch
 from helpers import Batches, assert_close, assert_equal, differs, result, split, weights
 from torch import Tensor, nn
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy, Timeline
+from lightning_roundpipe.devices.accelerator import STREAMS
 
 pytestmark = [
     pytest.mark.gpu,
@@ -156,3 +160,16 @@ def test_uploads_overlap_computation(tmp_path: Any) -> None:
     kernels = [(start, end) for name, start, end in events if "Memcpy" not in name and "Memset" not in name]
     beside = sum(any(start < end_k and start_k < end for start_k, end_k in kernels) for start, end in copies)
     assert copies and beside > len(copies) / 2
+
+
+def test_timeline(tmp_path: Path) -> None:
+    """Work of all streams, within the time that the fit took, and parameters up before what computes with them."""
+    start = time.perf_counter()
+    fit(Net(), data(8), RoundPipeStrategy(2, split="step", timeline=Timeline(tmp_path / "t.json", range(4))))
+    taken = 1e6 * (time.perf_counter() - start)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event.get("cat") == "stream"]
+    assert {tracks[span["tid"]] for span in spans} == {f"stream: {name}" for name in STREAMS}
+    assert all(0 <= span["ts"] <= span["ts"] + span["dur"] <= taken for span in spans)
+    assert sum(span["dur"] for span in spans) > 0
