@@ -297,9 +297,11 @@ class Conditional(Net):
 
 
 def test_of_a_call_that_was_not_foreseen(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no turn, and a track of its own: the device may be at something else."""
+    """It has no turn, and a track of its own: the device may be at something else. (Where a device has memory of its own,
+    the turn before lasts until the next one.)"""
     one_layer_a_stage(monkeypatch)
-    record(tmp_path / "t.json", Conditional())
+    strategy = RoundPipeStrategy(M, split="step", timeline=Timeline(tmp_path / "t.json", range(BATCHES)))
+    fit(Conditional(), batches(), strategy, devices=2)
     alone = [event for event in of(events_in(tmp_path / "t.json"), "layer") if event["tid"] != 1000 * event["pid"] + 1]
     assert {(event["name"], event["args"]["batch"]) for event in alone} == {("layers.0", 2)}
     assert all(event["tid"] % 1000 >= 100 for event in alone)
