@@ -297,8 +297,8 @@ class Conditional(Net):
 
 
 def test_of_a_call_that_was_not_foreseen(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has no turn, and a track of its own: the device may be at something else. (Where a device has memory of its own,
-    the turn before lasts until the next one.)"""
+    """It has no turn, and a track of its own: the device may be at something else. (One with memory of its own is not:
+    there, the turn before lasts until the next one.)"""
     one_layer_a_stage(monkeypatch)
     strategy = RoundPipeStrategy(M, split="step", timeline=Timeline(tmp_path / "t.json", range(BATCHES)))
     fit(Conditional(), batches(), strategy, devices=2)
