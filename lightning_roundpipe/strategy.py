@@ -368,7 +368,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         )
         self._worker.skip_to(pipeline.store.enqueued)
         if self.timeline is not None:
-            self._timeline_writer = TimelineWriter(self.timeline.of_process(self.global_rank), pipeline, self._worker)
+            self._timeline_writer = TimelineWriter(
+                self.timeline.of_process(self.global_rank), pipeline, self._worker, rank_zero_info, rank_zero_warn
+            )
         self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)
         self._restored = self._last_state = None
         self._splitter.announce()

@@ -1,13 +1,11 @@
 """Timelines of chosen batches: as a trace for ui.perfetto.dev or chrome://tracing, and as a picture beside it."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_roundpipe.devices.accelerator import STREAMS, AcceleratorDevice
 from lightning_roundpipe.devices.recorded import Add, RecordedHardware
@@ -65,14 +63,24 @@ class TimelineWriter:
         timeline: Which, and where to.
         pipeline: What is recorded.
         worker: Whose steps are.
+        say: Told what was written.
+        warn: Told why nothing was.
     """
 
-    def __init__(self, timeline: Timeline, pipeline: Pipeline, worker: OptimizerWorker) -> None:
+    def __init__(
+        self,
+        timeline: Timeline,
+        pipeline: Pipeline,
+        worker: OptimizerWorker,
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
         Path(timeline.path).parent.mkdir(parents=True, exist_ok=True)
         self.recording: Recording = Recording(timeline.batches)
         self._timeline = timeline
         self._pipeline = pipeline
         self._worker = worker
+        self._say, self._warn = say, warn
         self._steps: int | None = None
         """How many optimizer steps were handed in with the last of the batches."""
         self._thread: WorkThread | None = None
@@ -106,7 +114,7 @@ class TimelineWriter:
         if self.recording.actions or self.recording.calls:
             self._write()
         elif isinstance(self._pipeline.monitor.failure, Cancelled):  # nothing failed before all was closed
-            rank_zero_warn(
+            self._warn(
                 f"roundpipe: no timeline was written to {self._timeline.path}: of the {self._pipeline.batches} batches"
                 " none was recorded. Say which with RoundPipeStrategy(timeline=Timeline(path, batches=...))."
             )
@@ -129,10 +137,10 @@ class TimelineWriter:
             except ImportError as error:
                 picture = f"without a picture: {error}"
         except Exception as error:
-            rank_zero_warn(f"roundpipe: the timeline could not be written to {path}: {error!r}")
+            self._warn(f"roundpipe: the timeline could not be written to {path}: {error!r}")
             return
         batches = ", ".join(map(_named, _rows(_numbers(self.recording))))
-        rank_zero_info(f"roundpipe: {batches} as a trace for ui.perfetto.dev in {path}, {picture}")
+        self._say(f"roundpipe: {batches} as a trace for ui.perfetto.dev in {path}, {picture}")
 
 
 def _wants(device: int, stream: str) -> Add | None:
