@@ -313,8 +313,25 @@ def test_numbers_are_the_same(tmp_path: Path) -> None:
     assert_equal(result(record(tmp_path / "t.json")), result(record(tmp_path / "t.json", timeline=None)))
 
 
-def test_chosen_by_itself(tmp_path: Path) -> None:
-    """Three in a row, once the pipeline knows the model; written while training goes on."""
+def test_which_are_chosen() -> None:
+    """Without a choice, three in a row: not the first ones, and not while there may be another plan at any moment."""
+    recording = Recording()
+    settled = [True, True, True, False, False, True, False, True, True]
+    recorded = [recording.begin_batch(i, lambda: True, settled=ready) is recording for i, ready in enumerate(settled)]
+    assert [i for i, is_recorded in enumerate(recorded) if is_recorded] == [5, 6, 7]
+    assert [recording.is_over(i) for i in (5, 7, 8)] == [False, False, True]
+    done: list[bool] = []
+    recording = Recording([1, 4])
+    recorded = [recording.begin_batch(i, lambda: bool(done), settled=False) is recording for i in range(6)]
+    assert recorded == [False, True, False, False, True, False]
+    assert not recording.is_complete()
+    done.append(True)
+    assert recording.is_complete()
+
+
+def test_chosen_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written while training goes on."""
+    one_layer_a_stage(monkeypatch)  # so that no plans are searched
     written: list[bool] = []
 
     class Looks(L.Callback):
@@ -324,9 +341,9 @@ def test_chosen_by_itself(tmp_path: Path) -> None:
 
     path = tmp_path / "runs" / "t"
     torch.manual_seed(0)
-    fit_pipeline(Net(), batches(), M, 2, timeline=str(path), run={"callbacks": [Looks()], "max_epochs": 40})
+    fit_pipeline(Net(), batches(), M, 2, timeline=str(path), run={"callbacks": [Looks()], "max_epochs": 5})
     numbers = sorted({event["args"]["batch"] for event in of(events_in(path.with_suffix(".json")), "action")})
-    assert numbers == list(range(numbers[0], numbers[0] + 3)) and numbers[0] >= 3
+    assert numbers == [3, 4, 5]
     assert written == [True]
     assert path.with_suffix(".png").exists()
 
