@@ -198,6 +198,11 @@ def _events(recording: Recording, devices: Sequence[str], layers: Sequence[str])
             layers[call.layer], "layer", call.start, call.end,
             phase=call.phase, microbatch=call.microbatch, batch=call.batch,
         )  # fmt: skip
+    for wait in recording.waits:
+        yield event(
+            _FIRST_DEVICE + wait.device, _ACTIONS, wait.name, "wait", wait.start, wait.end,
+            microbatch=wait.microbatch, batch=wait.batch,
+        )  # fmt: skip
     for thread, category, spans in (
         (_MAIN, "main", recording.main),
         (_MAIN, "step", recording.steps_in_line),
@@ -289,6 +294,7 @@ def _one_at_a_time(spans: Iterable[StreamSpan]) -> dict[tuple[int, str], list[tu
 def _starts(recording: Recording, streams: Mapping[Any, Sequence[tuple[float, float, StreamSpan]]]) -> Iterator[float]:
     yield from (float(span.start) for span in recording.actions)
     yield from (call.start for call in recording.calls)
+    yield from (wait.start for wait in recording.waits)
     for works in (recording.steps, recording.units, recording.steps_in_line, recording.main):
         yield from (work.start for work in works)
     yield from (done[0][0] for done in streams.values())

@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections import defaultdict
+import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -190,6 +191,12 @@ def check(trainer: L.Trainer, seen: Seen, path: Path, chosen: Sequence[int] = ra
         if call.action is not None:
             around = within[call.batch, call.action]
             assert around.start <= call.start <= call.end <= around.end
+    for wait in recording.waits:
+        assert any(
+            span.device == wait.device and span.start <= wait.start <= wait.end <= span.end
+            and (span.batch, span.action.microbatch) == (wait.batch, wait.microbatch)
+            for span in recording.actions
+        )  # fmt: skip
     assert [step.batch for step in (*recording.steps, *recording.steps_in_line)] == list(chosen)
 
 
@@ -238,6 +245,32 @@ def test_of_a_layer_in_each_stage(
         assert sorted(names) == [f"layers.{layer}" for layer in range(6)]
     main = [event["name"] for event in of(events, "main") if event["name"] in ("training_step", "forward")]
     assert main == ["training_step", "forward"] * 3
+
+
+class SlowAdam(torch.optim.Adam):
+    """Takes its time for each layer."""
+
+    def _init_group(self, *args: Any) -> Any:
+        time.sleep(0.01)
+        return super()._init_group(*args)
+
+
+class SlowNet(Net):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return SlowAdam(self.parameters(), lr=0.01)
+
+
+def test_of_waits_for_the_optimizer(seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's first forward waits until its parameters are stepped."""
+    one_layer_a_stage(monkeypatch)
+    check(record(tmp_path / "t.json", SlowNet()), seen, tmp_path / "t.json")
+    names = Counter(e["name"] for e in of(events_in(tmp_path / "t.json"), "wait") if e["args"]["microbatch"] == 0)
+    assert names["waits for the optimizer's step"] >= BATCHES - 1
+    for batch in range(2, BATCHES):
+        units = {unit.name: unit for unit in seen.recording.units if unit.batch == batch - 1}
+        first = [call for call in seen.recording.calls if (call.batch, call.microbatch) == (batch, 0)][:6]
+        assert [call.phase for call in first] == ["forward"] * 6
+        assert all(units[f"layers.{call.layer}"].end <= call.start for call in first)
 
 
 def test_of_lanes(seen: Seen, tmp_path: Path) -> None:

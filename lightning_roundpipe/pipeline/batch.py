@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
 from lightning_roundpipe.state.parameters import Unit
 
 _present = threading.local()
+_NOTHING = nullcontext()
 
 
 class Microbatch:
@@ -135,6 +136,13 @@ class Microbatch:
     def noting(self, layer: int) -> Note | None:
         """What is told of a layer's call on the device; None where nobody wants to know."""
         return self.batch.noting(self.device, self.index, self.phase, layer)
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Around what may have to wait while the device is the microbatch's."""
+        recording = self.batch.recording
+        if recording is None:
+            return _NOTHING
+        return recording.waiting(self.device, name, self.batch.number, self.number)
 
     @property
     def label(self) -> str:

@@ -18,6 +18,10 @@ _FIRST, _COUNT = 3, 3
 the model is like, and what it costs."""
 
 
+_NOTABLE = 1e-5
+"""Seconds. What is shorter was no wait."""
+
+
 @dataclass(frozen=True, slots=True)
 class CallSpan:
     """A layer's call on a device, as it is measured.
@@ -40,6 +44,27 @@ class CallSpan:
     action: Action | None
     phase: str
     layer: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitSpan:
+    """A part of an action in which the device computes nothing.
+
+    Attributes:
+        device: Number of the device.
+        name: What it waits for, or does meanwhile.
+        batch: Number of the batch.
+        microbatch: Number of the microbatch.
+        start: In seconds of :func:`time.perf_counter`.
+        end: Likewise.
+    """
+
+    device: int
+    name: str
+    batch: int
+    microbatch: int
     start: float
     end: float
 
@@ -94,6 +119,7 @@ class Recording:
     Attributes:
         actions: The devices' actions. Those of one device do not overlap.
         calls: The layers' calls. Those that are part of an action lie within it.
+        waits: What actions waited for, other than the code between layers, which belongs to other microbatches at times.
         steps: Optimizer steps, by the batch before them.
         units: What a step consists of, named by the parameters.
         steps_in_line: Optimizer steps that the main thread has made.
@@ -109,6 +135,7 @@ class Recording:
         """For each device the batch and the action that it is at, and since when."""
         self.actions: list[Span] = []
         self.calls: list[CallSpan] = []
+        self.waits: list[WaitSpan] = []
         self.steps: list[WorkSpan] = []
         self.units: list[WorkSpan] = []
         self.steps_in_line: list[WorkSpan] = []
@@ -131,6 +158,7 @@ class Recording:
         if self._chosen is None and settled and number >= _FIRST:
             self._chosen = range(number, number + _COUNT)
         self._present = number if self._chosen is not None and number in self._chosen else None
+        self.is_complete()  # lets go of batches that are through
         if self._present is None:
             return None
         self._unfinished.append(is_done)
@@ -167,9 +195,22 @@ class Recording:
         self, device: int, batch: int, microbatch: int, phase: str, layer: int, start: float, end: float
     ) -> None:
         """A layer's call is through."""
-        at = self._open.get(device)
-        action = at[1] if at is not None and (at[0], at[1].microbatch) == (batch, microbatch) else None
+        action = self._action(device, batch, microbatch)
         self.calls.append(CallSpan(device, batch, microbatch, action, phase, layer, start, end))
+
+    @contextmanager
+    def waiting(self, device: int, name: str, batch: int, microbatch: int) -> Iterator[None]:
+        """Around what an action may have to wait for."""
+        start = time.perf_counter()
+        yield
+        end = time.perf_counter()
+        if end - start > _NOTABLE and self._action(device, batch, microbatch) is not None:
+            self.waits.append(WaitSpan(device, name, batch, microbatch, start, end))
+
+    def _action(self, device: int, batch: int, microbatch: int) -> Action | None:
+        """What the device is at for the microbatch, if it is."""
+        at = self._open.get(device)
+        return at[1] if at is not None and (at[0], at[1].microbatch) == (batch, microbatch) else None
 
     def add_stream(
         self, device: int, stream: str, name: str, batch: int, microbatch: int, start: Mark, end: Mark
