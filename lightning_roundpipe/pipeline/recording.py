@@ -119,7 +119,7 @@ class Recording:
     Attributes:
         actions: The devices' actions. Those of one device do not overlap.
         calls: The layers' calls. Those that are part of an action lie within it.
-        waits: What actions waited for, other than the code between layers, which belongs to other microbatches at times.
+        waits: What actions waited for, but for their turn to run the code between layers.
         steps: Optimizer steps, by the batch before them.
         units: What a step consists of, named by the parameters.
         steps_in_line: Optimizer steps that the main thread has made.
