@@ -1,9 +1,19 @@
 """Makes what the docs show: the timelines, and what the commands print. Run by `make pictures`."""
 
 import os
+import shutil
+import time
 from contextlib import redirect_stdout
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+from benchmarks.sleeping import Sleepers
+from lightning_roundpipe import RoundPipeStrategy, Timeline
 from lightning_roundpipe.cli import main
 from lightning_roundpipe.schedules import Partition, dualpipe, gpipe, interleaved, one_f_one_b, roundpipe, zb1p
 from lightning_roundpipe.schedules.costs import Costs
@@ -89,6 +99,38 @@ def lanes() -> None:
     draw(shown, PICTURES / "lanes.png")
 
 
+class Slow(torch.optim.SGD):
+    """Takes some milliseconds for each layer."""
+
+    def _init_group(self, *args: Any) -> Any:
+        time.sleep(0.008)
+        return super()._init_group(*args)  # type: ignore[misc]
+
+
+class Model(Sleepers):
+    """Layers that sleep, so that four devices need no four cores."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return Slow(self.parameters(), lr=1e-3)
+
+
+def timeline() -> None:
+    """Batches that were really trained: the picture that RoundPipeStrategy(timeline=...) makes."""
+    with TemporaryDirectory() as folder:
+        chosen = Timeline(Path(folder) / "timeline.json", batches=range(6, 9))
+        trainer = L.Trainer(
+            strategy=RoundPipeStrategy(split="step", timeline=chosen),
+            accelerator="cpu",
+            devices=4,
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        )
+        trainer.fit(Model([0.03] * 8), DataLoader(torch.ones(60, 1), batch_size=5))
+        shutil.copy(chosen.picture, PICTURES)
+
+
 def commands() -> None:
     """What the commands print."""
     os.environ["COLUMNS"] = "80"
@@ -111,5 +153,5 @@ def commands() -> None:
 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
-    for make in (two_batches, rivals, steady, splits, lanes, commands):
+    for make in (two_batches, rivals, steady, splits, lanes, timeline, commands):
         make()

@@ -2,9 +2,10 @@
 
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -58,6 +59,7 @@ from lightning_roundpipe.state.optimizer import (
 )
 from lightning_roundpipe.step_logging import StepLogging, current_microbatch, logging_nothing
 from lightning_roundpipe.step_profiling import StepProfiling, recording_nothing
+from lightning_roundpipe.timeline import Timeline, TimelineWriter
 from lightning_roundpipe.trees import map_tree, tensors
 
 _CHECKPOINT_KEY = "roundpipe"
@@ -100,6 +102,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             have the host's memory and no limit, unless there is a number of bytes; of activations, only the inputs of
             layers are counted there.
         devices: Simulated accelerators, for tests and planning, in place of virtual CPU devices.
+        timeline: Where some batches are written to as a trace and as a picture, or a :class:`Timeline`, which says
+            also which batches.
         accelerator: As for any strategy.
         checkpoint_io: As for any strategy.
         precision_plugin: As for any strategy.
@@ -124,6 +128,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         lanes: int | Literal["auto"] = 1,
         device_memory: int | float | Literal["auto"] = "auto",
         devices: Sequence[SimulatedDevice] | None = None,
+        timeline: str | Path | Timeline | None = None,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -148,6 +153,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError("`device_memory` is for schedule='roundpipe' only: the others' stages are given.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
+        if timeline is not None and not isinstance(timeline, (str, Path, Timeline)):
+            raise ValueError(f"`timeline` must be a path or a Timeline, got {timeline!r}.")
         super().__init__(accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin)
         self._communicates = False
         """Whether training_step talks to other processes."""
@@ -161,6 +168,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.lanes = lanes
         self.device_memory: DeviceMemory = device_memory
         self.devices = None if devices is None else list(devices)
+        self.timeline = Timeline(timeline) if isinstance(timeline, (str, Path)) else timeline
         self.compile = compile
         options = compile if isinstance(compile, dict) else {}
         self._compile_settings = None if compile is False else compile_settings(options)
@@ -168,6 +176,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """Whether the present fit's optimizer steps in the background. Known from the first batch on."""
         self._pipeline: Pipeline | None = None
         self._worker: OptimizerWorker | None = None
+        self._timeline_writer: TimelineWriter | None = None
+        self._backward_done = 0.0
+        """When the last backward was, where the optimizer steps in line."""
         self._batch: Batch | None = None
         self._layers_log: StepLogging | None = None
         """The present batch's logging, if layers do."""
@@ -263,7 +274,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _wait_backward(self) -> None:
         if self._pipeline is not None:
-            self._pipeline.wait_backward()
+            with self._phase("backward"):
+                self._pipeline.wait_backward()
 
     def _average(self, pipeline: Pipeline) -> None:
         """Averages over the processes what the next optimizer step uses."""
@@ -355,10 +367,14 @@ class RoundPipeStrategy(MultiProcessStrategy):
             pipeline.monitor,
             pipeline.unit_order(),
             1,
-            partial(self._average, pipeline),
+            partial(self._average, pipeline) if self.processes is not None else None,
             pipeline.devices[0].in_thread,
         )
         self._worker.skip_to(pipeline.store.enqueued)
+        if self.timeline is not None:
+            self._timeline_writer = TimelineWriter(
+                self.timeline.of_process(self.global_rank), pipeline, self._worker, rank_zero_info, rank_zero_warn
+            )
         self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)
         self._restored = self._last_state = None
         self._splitter.announce()
@@ -400,6 +416,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         pipeline.close()
         if worker is not None:
             worker.close()
+        if self._timeline_writer is not None:
+            self._timeline_writer.close()
+            self._timeline_writer = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
 
@@ -476,8 +495,14 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._begin_window(pipeline, trainer)
         if self._spared is None and pipeline.batches >= _FEW_BATCHES:
             self._spared = SparedObjects()
+        if self._timeline_writer is not None:
+            self._timeline_writer.follow()
+        start = time.perf_counter()
         with pipeline.devices[0].in_thread():
-            return self._train(pipeline, *args, **kwargs)
+            result = self._train(pipeline, *args, **kwargs)
+        if pipeline.recording is not None:
+            pipeline.recording.add_main("training_step", start)
+        return result
 
     def _train(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The training step by the pipeline."""
@@ -523,6 +548,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         with (
             plugin.train_step_context() if process_wide else nullcontext(),
             logging.recording() if len(pieces) > 1 else logging.passing_on(),
+            self._phase("forward"),
             profiling.recording() if len(pieces) > 1 or splits_calls else nullcontext(),
         ):
             self._batch = pipeline.start_batch(
@@ -563,7 +589,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             return
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
         if first and self._gradients_unused:
-            pipeline.wait_backward()
+            self._wait_backward()
             for unit in pipeline.store.units:
                 pipeline.gradients.hand_over(unit)
         self._gradients_unused = True
@@ -606,7 +632,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 batch.records or self._communicates or self._layers_log or self._pipeline.draws_on_the_host()
             ):
                 with self._layers_log.passing_on() if self._layers_log is not None else nullcontext():
-                    self._pipeline.wait_backward()
+                    self._wait_backward()
             return
         expected = scale * self._loss_scale()
         if abs(given - expected) > 1e-6 * abs(expected):
@@ -638,7 +664,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             assert self._between is not None
             self._between.begin()
             return
-        pipeline.wait_backward()
+        self._wait_backward()
         if trainer is not None and not trainer.fit_loop._should_accumulate():
             self._average(pipeline)
         for parameter in pipeline.store.parameters():
@@ -647,6 +673,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 parameter.grad = gradient
                 for hook in (parameter._post_accumulate_grad_hooks or {}).values():
                     hook(parameter)
+        self._backward_done = time.perf_counter()
 
     def _rounds_gradients(self, trainer: "pl.Trainer") -> bool:
         """Whether nothing comes between this batch's gradients and their optimizer step."""
@@ -689,7 +716,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
         gradients = self._batch.gradients
         assert isinstance(gradients, BatchGradients)
         half = self._pipeline.store.travels_in_half
-        self._worker.submit(StepJob(optimizer, gradients, before_step, after_step, in_half_precision=half))
+        job = StepJob(optimizer, gradients, before_step, after_step, in_half_precision=half)
+        job.recording = self._batch.recording
+        self._worker.submit(job)
         self._gradients_unused = False
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
 
@@ -706,11 +735,14 @@ class RoundPipeStrategy(MultiProcessStrategy):
             pipeline.store.publish(unit)
         assert self._worker is not None
         self._worker.skip_to(pipeline.store.enqueued)
+        if pipeline.recording is not None:
+            pipeline.recording.add_main("optimizer step", self._backward_done, of_step=True)
 
     def settle_steps(self) -> None:
         """Waits until every optimizer step handed in is done."""
         if self._pipeline is not None and self._worker is not None:
-            self._pipeline.until(self._worker.wait_idle)
+            with self._phase("optimizer_wait"):
+                self._pipeline.until(self._worker.wait_idle)
 
     def settle(self) -> None:
         """Waits until every backward and optimizer step of finished batches is done.
@@ -719,8 +751,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             BaseException: What failed in one of them.
         """
         if self._pipeline is not None and self._worker is not None:
-            self._pipeline.wait_backward()
-            self._pipeline.until(self._worker.wait_idle)
+            self._wait_backward()
+            self.settle_steps()
             assert self._between is not None
             self._between.end()
             self._settled = True
@@ -768,6 +800,16 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def on_validation_end(self) -> None:
         super().on_validation_end()
         self._validation_seconds += time.perf_counter() - self._validation_started
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        """The main thread waits for the pipeline. Profilers and the timeline show how long."""
+        trainer, start = self._trainer, time.perf_counter()
+        profiler: Any = None if trainer is None else trainer.profiler  # type: ignore[attr-defined]
+        with nullcontext() if profiler is None else profiler.profile(f"[Strategy]{type(self).__name__}.{name}"):
+            yield
+        if self._pipeline is not None and self._pipeline.recording is not None:
+            self._pipeline.recording.add_main(name, start)
 
     def _state(self) -> dict[str, Any] | None:
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""

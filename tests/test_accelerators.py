@@ -20,7 +20,7 @@ from test_exactness import data, make
 from torch import Tensor
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.devices import SimulatedDevice
+from lightning_roundpipe.devices import SimulatedDevice, hardware
 from lightning_roundpipe.devices.hardware import TorchHardware, hardware_of
 from lightning_roundpipe.devices.simulated import simulated_device
 
@@ -188,6 +188,36 @@ def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hardware_of(torch.device("meta", 1)) is simulated_device(torch.device("meta", 1))
     with pytest.raises(ValueError, match="has no index"):
         hardware_of(torch.device("cuda"))
+
+
+def test_marks_are_on_the_hosts_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device's clock tells only how much time there was between two events of it."""
+    device_clock, host_clock = iter([500.0, 530.0, 570.0]), iter([7.0])
+
+    class Event:
+        def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+            assert device == torch.device("xpu", 0) and enable_timing
+            self.waited = False
+
+        def record(self, stream: str) -> None:
+            assert stream == "a stream"
+            self.milliseconds = next(device_clock)
+
+        def synchronize(self) -> None:
+            self.waited = True
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert self.waited and end.waited
+            return end.milliseconds - self.milliseconds
+
+    module = SimpleNamespace(init=lambda: None, default_generators=("g0",))
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    monkeypatch.setattr(torch, "Event", Event)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: next(host_clock))
+    device = hardware_of(torch.device("xpu", 0))
+    start, end = device.mark("a stream"), device.mark("a stream")
+    monkeypatch.undo()
+    assert (start(), end()) == pytest.approx((7.03, 7.07))
 
 
 def test_what_is_refused() -> None:

@@ -4,6 +4,9 @@ Without one, this file is only collected: nothing here has been run yet.
 """
 
 import gc
+import json
+import time
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -12,9 +15,9 @@ import torch
 from helpers import Batches, assert_close, assert_equal, differs, result, split, weights
 from torch import Tensor, nn
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import RoundPipeStrategy, Timeline
 from lightning_roundpipe.devices import AcceleratorDevice
-from lightning_roundpipe.devices.accelerator import arrived, moved, pinned_copy
+from lightning_roundpipe.devices.accelerator import STREAMS, arrived, moved, pinned_copy
 from lightning_roundpipe.devices.hardware import TorchHardware
 
 pytestmark = [
@@ -284,3 +287,16 @@ def test_the_host_waits_for_events_alone(precision: str) -> None:
         fit(Net(), data(12), pipeline(), precision=precision, callbacks=[HostMustNotWait()])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_timeline(tmp_path: Path) -> None:
+    """Work of all streams, within the time that the fit took, and parameters up before what computes with them."""
+    start = time.perf_counter()
+    fit(Net(), data(8), RoundPipeStrategy(2, split="step", timeline=Timeline(tmp_path / "t.json", range(4))))
+    taken = 1e6 * (time.perf_counter() - start)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    tracks = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    spans = [event for event in events if event.get("cat") == "stream"]
+    assert {tracks[span["tid"]] for span in spans} == {f"stream: {name}" for name in STREAMS}
+    assert all(0 <= span["ts"] <= span["ts"] + span["dur"] <= taken for span in spans)
+    assert sum(span["dur"] for span in spans) > 0

@@ -1,6 +1,8 @@
 """Lightning's profilers: blocks of the user's own in training_step are recorded as without us."""
 
 import pstats
+import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +177,53 @@ def test_numbers_are_the_same(kind: type[Profiler]) -> None:
     torch.manual_seed(0)
     expected = result(fit_microbatches(Profiled(), batches(), M))
     assert_equal(result(trained(kind())), expected)
+
+
+def test_phases() -> None:
+    """What the main thread waits for in the pipeline."""
+    profiler = SimpleProfiler()
+    trained(profiler)
+    times = {
+        name.partition(".")[2]: times for name, times in profiler.recorded_durations.items() if "RoundPipe" in name
+    }
+    assert len(times["forward"]) == len(times["training_step"]) == BATCHES
+    assert all(part < whole for part, whole in zip(times["forward"], times["training_step"], strict=True))
+    assert times["backward"] and times["optimizer_wait"]
+
+
+@pytest.mark.parametrize("split", ["step", "model"])
+def test_actions_in_pytorchs_profiler(split: str, tmp_path: Path) -> None:
+    """Each action of a batch is a range in the thread that runs it, with its operations in it."""
+    quiet = {"export_to_chrome": False, "record_module_names": False}  # by hooks, and a call with hooks is not split
+    profiler = PyTorchProfiler(dirpath=tmp_path, schedule=None, **quiet)
+    found: list[Any] = []
+
+    class Looks(L.Callback):
+        def on_train_end(self, *_: Any) -> None:
+            profiler.summary()
+            found.extend(profiler.function_events)
+
+    torch.manual_seed(0)
+    model = Profiled() if split == "step" else ProfiledForward()
+    trainer = fit_pipeline(
+        model, batches(), M, 2, split=split, run={"profiler": profiler, "callbacks": [Looks()]}, schedule="gpipe"
+    )
+    assert trainer.global_step == BATCHES
+    actions = [event for event in found if re.fullmatch(r"(F|B|FB|W)\d+·mb\d+", event.name)]
+    names = Counter(event.name for event in actions)
+    first = int(split == "model")  # there, 0 is the step itself, which runs once
+    expected = {f"{action}·mb{i}" for i in range(first, first + M) for action in ("F0", "F1", "B1", "B2", "B3")}
+    assert set(names) == expected
+    assert {name: names[name] for name in expected} == {
+        name: {"F0": BATCHES, "B1": 1}.get(name[:2], BATCHES - 1) for name in expected
+    }
+    assert sum("linear" in event.name and _inside(event, actions) for event in found) >= 4 * BATCHES * M
+
+
+def _inside(event: Any, ranges: list[Any]) -> bool:
+    return any(
+        around.thread == event.thread
+        and around.time_range.start <= event.time_range.start
+        and event.time_range.end <= around.time_range.end
+        for around in ranges
+    )

@@ -30,6 +30,8 @@ from lightning_roundpipe.devices.cpu import copy_with_strides
 from lightning_roundpipe.devices.file_pages import is_on_file, release_file_pages
 from lightning_roundpipe.devices.pinned import dense_strides
 
+STREAMS = ("compute", "parameters up", "inputs up", "down")
+"""What each stream of a device does."""
 _HOST = torch.device("cpu")
 
 
@@ -45,7 +47,7 @@ class AcceleratorDevice(Device):
 
     def __init__(self, hardware: Hardware, peers: "dict[torch.device, AcceleratorDevice]") -> None:
         super().__init__()
-        self.hardware = hardware
+        self.hardware: Hardware = hardware
         self.name = hardware.name
         self.torch_device = hardware.torch_device
         self.autocast = hardware.autocast
@@ -71,6 +73,11 @@ class AcceleratorDevice(Device):
         """That of the last call."""
         self._held_before = hardware.held_memory()
         """Bytes that are not the pipeline's."""
+
+    @property
+    def streams(self) -> dict[str, Stream]:
+        """By what they do."""
+        return dict(zip(STREAMS, (self._compute, self._parameters, self._inputs, self._downloads), strict=True))
 
     # -- order -----------------------------------------------------------------------------------------------------
 

@@ -34,6 +34,10 @@ class Traffic:
         return self.gradients_down + self.activations_down
 
 
+Mark = Callable[[], float]
+"""When a stream has done what it was given before, in seconds of :func:`time.perf_counter`; to be asked afterwards."""
+
+
 class Event(Protocol):
     """A mark in the work that a device was given: ``torch.Event``, or a simulated device's."""
 
@@ -62,7 +66,15 @@ class Generator(Protocol):
 
 
 class Stopwatch(Protocol):
-    """Measures how long a device works. It runs from the beginning."""
+    """Measures how long a device works. It runs from the beginning.
+
+    Attributes:
+        started: When it began, by the host's clock (:func:`time.perf_counter`).
+        stopped: When it was stopped, likewise.
+    """
+
+    started: float
+    stopped: float
 
     def leave_out(self, wait: Callable[[], None]) -> None:
         """Lets the device wait for something, which is no work of its own."""
@@ -120,6 +132,9 @@ class Hardware(Protocol):
 
     def reset_peak_memory(self) -> None:
         """Begins to look for the most anew."""
+
+    def mark(self, stream: Any) -> Mark:
+        """Marks the end of what a stream was given so far."""
 
 
 def arrived(tensor: Tensor) -> Tensor:

@@ -1,13 +1,15 @@
 """A real accelerator, as far as :class:`AcceleratorDevice` needs it, by torch's device-neutral API."""
 
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_roundpipe.devices.base import Generator
+from lightning_roundpipe.devices.base import Generator, Mark
 from lightning_roundpipe.devices.pinned import pinned_memory
 from lightning_roundpipe.devices.simulated import SimulatedDevice, simulated_device
 from lightning_roundpipe.devices.stopwatch import EventStopwatch
@@ -34,6 +36,8 @@ class TorchHardware:
         module.init()  # there are no generators before
         self.generator: Generator = module.default_generators[torch_device.index]
         self._module = module
+        self._reference: tuple[torch.Event, float] | None = None
+        """A moment on the device's clock and on the host's."""
 
     @property
     def current_stream(self) -> torch.Stream:
@@ -89,6 +93,23 @@ class TorchHardware:
     def reset_peak_memory(self) -> None:
         """Begins to look for the most anew."""
         self._module.reset_peak_memory_stats(self.torch_device)
+
+    def mark(self, stream: torch.Stream) -> Mark:
+        """Marks the end of what a stream was given so far."""
+        if self._reference is None:
+            reference = self._timed_event(stream)
+            reference.synchronize()
+            self._reference = reference, time.perf_counter()
+        return partial(self._seconds, self._timed_event(stream), *self._reference)
+
+    def _timed_event(self, stream: torch.Stream) -> torch.Event:
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _seconds(self, event: torch.Event, reference: torch.Event, at: float) -> float:
+        event.synchronize()
+        return at + reference.elapsed_time(event) / 1e3
 
 
 def hardware_of(torch_device: torch.device) -> TorchHardware | SimulatedDevice:

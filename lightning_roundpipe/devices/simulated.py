@@ -14,6 +14,7 @@ but where torch itself goes another way on the CPU: in attention, unless its "ma
 """
 
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_roundpipe.devices.base import Mark
 from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.devices.simulated_autocast import KEYS, autocast_as_on_the_host, watching_casts
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
@@ -129,6 +131,11 @@ class SimulatedDevice:
     def reset_peak_memory(self) -> None:
         """Begins to look for the most anew."""
         self.memory.reset_peak()
+
+    def mark(self, stream: SimulatedStream) -> Mark:
+        """Marks the end of what a stream was given so far: that is done at once, in the time that the host takes."""
+        now = time.perf_counter()
+        return lambda: now
 
     @property
     def current_stream(self) -> SimulatedStream:

@@ -11,17 +11,18 @@ class HostStopwatch:
     """For devices whose work is done as soon as the host has handed it out."""
 
     def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self._seconds: float | None = None
+        self.started = time.perf_counter()
+        self._is_stopped = False
 
     def leave_out(self, wait: Callable[[], None]) -> None:
         wait()
 
     def stop(self) -> None:
-        self._seconds = time.perf_counter() - self._start
+        self.stopped = time.perf_counter()
+        self._is_stopped = True
 
     def seconds(self) -> float | None:
-        return self._seconds
+        return self.stopped - self.started if self._is_stopped else None
 
 
 class EventStopwatch:
@@ -33,14 +34,15 @@ class EventStopwatch:
     """
 
     def __init__(self, stream: torch.Stream) -> None:
+        self.started = time.perf_counter()
         self._stream = stream
         self._lock = threading.Lock()
         self._starts, self._ends = [self._now()], list[torch.Event]()
-        self._stopped = False
+        self._is_stopped = False
 
     def leave_out(self, wait: Callable[[], None]) -> None:
         with self._lock:  # another device's thread may bring something to this one
-            if self._stopped:
+            if self._is_stopped:
                 wait()
                 return
             self._ends.append(self._now())
@@ -50,10 +52,11 @@ class EventStopwatch:
     def stop(self) -> None:
         with self._lock:
             self._ends.append(self._now())
-            self._stopped = True
+            self._is_stopped = True
+        self.stopped = time.perf_counter()
 
     def seconds(self) -> float | None:
-        if not (self._stopped and self._ends[-1].query()):
+        if not (self._is_stopped and self._ends[-1].query()):
             return None
         return sum(start.elapsed_time(end) for start, end in zip(self._starts, self._ends, strict=True)) / 1000
 

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import arrived
 from lightning_roundpipe.pipeline.interception import OutsideParameters, in_checkpoint
 from lightning_roundpipe.pipeline.looking import Looks
+from lightning_roundpipe.pipeline.measuring import Note
 from lightning_roundpipe.pipeline.occupancy import Occupancy
 from lightning_roundpipe.pipeline.plan import Plan
+from lightning_roundpipe.pipeline.recording import Recording
 from lightning_roundpipe.pipeline.replica import NormStatistics
 from lightning_roundpipe.pipeline.rng import RandomState
 from lightning_roundpipe.pipeline.tape import Call
@@ -24,6 +27,7 @@ from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
 from lightning_roundpipe.state.parameters import Unit
 
 _present = threading.local()
+_NOTHING = nullcontext()
 
 
 class Microbatch:
@@ -132,6 +136,17 @@ class Microbatch:
         node = torch._C._current_autograd_node()
         return in_checkpoint() and self.in_graph_task() and node.name() != "CheckpointFunctionBackward"
 
+    def noting(self, layer: int) -> Note | None:
+        """What is told of a layer's call on the device; None where nobody wants to know."""
+        return self.batch.noting(self.device, self.index, self.phase, layer)
+
+    def waiting(self, name: str) -> AbstractContextManager[None]:
+        """Around what may have to wait while the device is the microbatch's."""
+        recording = self.batch.recording
+        if recording is None:
+            return _NOTHING
+        return recording.waiting(self.device, name, self.batch.number, self.number)
+
     @property
     def label(self) -> str:
         """Names it in errors, and apart from those of other batches."""
@@ -200,6 +215,10 @@ class Batch:
         """Stages of which one device runs all microbatches in their order, so that it can add up their gradients."""
         self.occupancy: list[Occupancy] = []
         """What each device holds of this batch, if it is counted."""
+        self.recording: Recording | None = None
+        """Where it is noted what happens when, if it is."""
+        self._ranges: dict[int, torch.profiler.record_function] = {}
+        """What a profiler of torch's sees of each device's present action, if there is a profiler."""
         self.weights_left: dict[int, int] = {}
         """For each microbatch the number of its W actions that are still to come, if the schedule has any."""
         self.deferring: dict[tuple[int, int], list[Call]] = {}
@@ -289,14 +308,37 @@ class Batch:
             self._monitor.wait_for(self._changed, lambda: self.released, self.number)
 
     def begin_action(self, device: int, action: Action) -> None:
-        """A device begins an action of the schedule."""
+        """A device begins an action of the schedule, in the thread that calls."""
         if self.occupancy:
             self.occupancy[device].begin(action)
+        if self.recording is not None:
+            self.recording.begin(device, self.number, self._among_all(action))
+        if torch.autograd.profiler._is_profiler_enabled:
+            self._ranges[device] = torch.profiler.record_function(str(self._among_all(action)))
+            self._ranges[device].__enter__()
 
     def end_action(self, device: int, action: Action) -> None:
-        """The device ends it."""
+        """The device ends it, in the same thread."""
         if self.occupancy:
             self.occupancy[device].end(action)
+        if self.recording is not None:
+            self.recording.end(device)
+        if device in self._ranges:
+            self._ranges.pop(device).__exit__(None, None, None)
+
+    def _among_all(self, action: Action) -> Action:
+        """The action with the microbatch's number in place of its index."""
+        return Action(action.kind, action.stage, self.first + action.microbatch) if self.first else action
+
+    def noting(self, device: int, index: int, phase: str, layer: int) -> Note | None:
+        """What is told of a microbatch's call of a layer; None where nobody wants to know."""
+        if self.recording is None:
+            return None
+        return partial(self.recording.add_call, device, self.number, self.first + index, phase, layer)
+
+    def is_done(self) -> bool:
+        """Whether every microbatch's backward is done."""
+        return self._threads_left == 0
 
     def weights_done(self, index: int) -> None:
         with self._monitor.lock:

@@ -96,7 +96,8 @@ class LayerCalls(CallOwner):
             device = self._devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             microbatch.ran_on.setdefault(layer.index, set()).add(microbatch.device)
-            store.wait(store.units_of_layer(layer), batch.version, batch.number)
+            with microbatch.waiting("waits for the optimizer's step"):
+                store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
             self._footprints.before(microbatch, layer, device)
             device.begin_call(_stage(microbatch, number))

@@ -132,7 +132,8 @@ class Collector:
 
     def _finish(self, microbatch: Microbatch, unit: Unit) -> None:
         microbatch.units_left.discard(unit)
-        microbatch.batch.gradients.finish(microbatch.index, unit)
+        with microbatch.waiting("adds gradients"):
+            microbatch.batch.gradients.finish(microbatch.index, unit)
 
     # -- past the stand-ins ----------------------------------------------------------------------------------------
 

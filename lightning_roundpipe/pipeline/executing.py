@@ -52,7 +52,7 @@ class Executor:
         """
         batch, layer, traits = microbatch.batch, call.layer, call.layer.traits
         device = self._devices[microbatch.device]
-        measured = self._measured.forward_call(microbatch.device, layer.index)
+        measured = self._measured.forward_call(microbatch.device, layer.index, microbatch.noting(layer.index))
         many = batch.microbatches > 1
         watch = batch.serial or not many  # nothing else runs then, so whoever drew is the layer
         alone = traits.compiles or traits.sets_generator or (layer.draws() and device.shares_host_generator)
@@ -110,7 +110,10 @@ class Executor:
         if traits.sets_generator or (alone and call.kept is None):
             self._handover.take(microbatch)
             before, on_device = RandomState.capture(), device.random_state()
-        measured = self._measured.backward_call(microbatch.device, call.layer.index, recomputes=call.kept is None)
+        layer = call.layer.index
+        measured = self._measured.backward_call(
+            microbatch.device, layer, microbatch.noting(layer), recomputes=call.kept is None
+        )
         with measured, _noting_sets(call):
             result = call.backward(device, gradients, parameters=parameters, defers=defers, sums=sums)
         if before is not None:

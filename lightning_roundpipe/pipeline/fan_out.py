@@ -55,6 +55,7 @@ class FanOut(Batch):
         )
         self.first = first
         self.settled = outer.settled
+        self.recording = outer.recording
         self.pending_units = outer.pending_units
         self.used_outside = outer.used_outside
         self.backward_lines: Lines = []

@@ -2,11 +2,14 @@
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from lightning_roundpipe.devices import Device, Stopwatch
+
+Note = Callable[[float, float], None]
+"""Told of each span of time that is counted, when it is over: its start and its end, by the host's clock."""
 
 _CALLS_AVERAGED = 50
 _CALLS_TRUSTED = 5
@@ -60,8 +63,11 @@ class _Measurement:
 
 
 class _Timed:
-    def __init__(self, measured: "Measured", device: int, costs: Costs | None, besides: float) -> None:
+    def __init__(
+        self, measured: "Measured", device: int, costs: Costs | None, besides: float, note: Note | None
+    ) -> None:
         self._measured, self._device, self._costs, self._besides = measured, device, costs, besides
+        self._note = note
 
     def __enter__(self) -> None:
         self._stopwatch = self._measured.devices[self._device].stopwatch()
@@ -69,6 +75,8 @@ class _Timed:
     def __exit__(self, *exc: object) -> None:
         self._stopwatch.stop()
         self._measured.take(self._device, self._stopwatch, self._costs, self._besides)
+        if self._note is not None:
+            self._note(self._stopwatch.started, self._stopwatch.stopped)
 
 
 class Measured:
@@ -88,18 +96,21 @@ class Measured:
         self._pending: list[deque[_Measurement]] = [deque() for _ in devices]
         """What devices were given, and may not have done yet, in its order."""
 
-    def forward_call(self, device: int, layer: int) -> AbstractContextManager[None]:
+    def forward_call(self, device: int, layer: int, note: Note | None = None) -> AbstractContextManager[None]:
         """Measures a layer's forward on a device."""
-        return _Timed(self, device, self.forward[layer], 0.0)
+        return _Timed(self, device, self.forward[layer], 0.0, note)
 
-    def backward_call(self, device: int, layer: int, *, recomputes: bool) -> AbstractContextManager[None]:
+    def backward_call(
+        self, device: int, layer: int, note: Note | None = None, *, recomputes: bool
+    ) -> AbstractContextManager[None]:
         """Measures a layer's backward, with the recompute. If there is none, one is counted that takes as long as the
         forward, so that costs do not depend on the stages that the layers are in."""
-        return _Timed(self, device, self.backward[layer], 0.0 if recomputes else self.forward[layer].mean)
+        besides = 0.0 if recomputes else self.forward[layer].mean
+        return _Timed(self, device, self.backward[layer], besides, note)
 
-    def busy(self, device: int) -> AbstractContextManager[None]:
+    def busy(self, device: int, note: Note | None = None) -> AbstractContextManager[None]:
         """Measures other work of a device."""
-        return _Timed(self, device, None, 0.0)
+        return _Timed(self, device, None, 0.0, note)
 
     def take(self, device: int, stopwatch: Stopwatch, costs: Costs | None, besides: float) -> None:
         """Takes what was measured on a device."""

@@ -55,6 +55,11 @@ class Planning:
         self._found: Plan | None = None
         self._planned: tuple[tuple[int, ...], int, list[float]] | None = None
 
+    @property
+    def settled(self) -> bool:
+        """Whether no better plan is found or being searched."""
+        return not self._searching and self._found is None
+
     def make(self, calls: Sequence[int], *, fused: bool) -> Plan:
         """A plan for these calls, by what they cost and need. Its last stage is fused where that is asked for."""
         forward, backward = self._measured.costs_of(calls)

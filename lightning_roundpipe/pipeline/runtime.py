@@ -33,6 +33,7 @@ from lightning_roundpipe.pipeline.mixed import half_parameters
 from lightning_roundpipe.pipeline.occupancy import Peaks
 from lightning_roundpipe.pipeline.plan import Plan, repeated
 from lightning_roundpipe.pipeline.planning import Planning
+from lightning_roundpipe.pipeline.recording import Recording
 from lightning_roundpipe.pipeline.replica import Layer, commit_norm_statistics, share_compiled_code
 from lightning_roundpipe.pipeline.stand_ins import StandIns
 from lightning_roundpipe.pipeline.steps import Step, Steps
@@ -96,6 +97,8 @@ class Pipeline:
         self.last_microbatches = 0
         self.serial_reason: str | None = None
         """Why microbatches run one after the other, if they do."""
+        self.recording: Recording | None = None
+        """What records chosen batches, if anything does."""
         self.on_serial: Callable[[str], None] = lambda reason: None
         self._has_seen_several = False
         """Whether there has been a first batch of several microbatches."""
@@ -197,6 +200,8 @@ class Pipeline:
             self.wait_backward()  # a checkpoint runs the user's own modules in it
         gradients = self.gradients.begin_batch(len(weights), rounds=rounds_gradients)
         batch = self._make_batch(weights, scale, gradients, deferred=deferred)
+        if self.recording is not None:
+            batch.recording = self.recording.begin_batch(batch.number, batch.is_done, settled=self._planning.settled)
         batch.settled = values_changed or self.store.enqueued == 0
         batch.pending_units = {unit for unit in self.store.units if unit.done < batch.version}
         self._has_seen_several |= batch.microbatches > 1

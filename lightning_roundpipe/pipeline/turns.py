@@ -39,7 +39,7 @@ class Turns:
         if not microbatch.batch.serial:
             self._turnstiles.enter((microbatch.batch.number, start_turn(microbatch.number)))
         elif _one_by_one(microbatch.batch):
-            self._turnstiles.enter((microbatch.batch.number, serial_turn(microbatch.number, backward=False)))
+            self._enter_serial(microbatch, backward=False)
 
     def let_next_begin(self, microbatch: Microbatch) -> None:
         """Lets the next microbatch begin with its step, where they take turns."""
@@ -48,17 +48,25 @@ class Turns:
     def end_step(self, microbatch: Microbatch) -> None:
         """After the forward: lets the next microbatch begin, where they run one after the other."""
         if _one_by_one(microbatch.batch):
-            self._turnstiles.leave((microbatch.batch.number, serial_turn(microbatch.number, backward=False)))
+            self._leave_serial(microbatch, backward=False)
 
     def begin_backward(self, microbatch: Microbatch) -> None:
         """Waits until the backward may begin, where microbatches run one after the other."""
         if _one_by_one(microbatch.batch):
-            self._turnstiles.enter((microbatch.batch.number, serial_turn(microbatch.number, backward=True)))
+            self._enter_serial(microbatch, backward=True)
 
     def end_backward(self, microbatch: Microbatch) -> None:
         """Nothing more comes: lets the next microbatch go on, where they run one after the other."""
         if _one_by_one(microbatch.batch):
-            self._turnstiles.leave((microbatch.batch.number, serial_turn(microbatch.number, backward=True)))
+            self._leave_serial(microbatch, backward=True)
+
+    def _enter_serial(self, microbatch: Microbatch, *, backward: bool) -> None:
+        self._turnstiles.enter((microbatch.batch.number, serial_turn(microbatch.number, backward=backward)))
+        microbatch.batch.begin_action(microbatch.device, serial_turn(microbatch.index, backward=backward))
+
+    def _leave_serial(self, microbatch: Microbatch, *, backward: bool) -> None:
+        microbatch.batch.end_action(microbatch.device, serial_turn(microbatch.index, backward=backward))
+        self._turnstiles.leave((microbatch.batch.number, serial_turn(microbatch.number, backward=backward)))
 
     def enter_forward(self, microbatch: Microbatch, call: Call) -> None:
         """Waits for the turn of the stage that the call belongs to. Finds the call's place in the plan."""

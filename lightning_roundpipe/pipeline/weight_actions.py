@@ -53,7 +53,7 @@ class WeightActions:
                 for call in calls:
                     where = f"microbatch {index + 1} of {batch.microbatches} in batch {number}; {call.label}; device"
                     with (
-                        self._measured.busy(device),
+                        self._measured.busy(device, batch.noting(device, index, "weight gradients", call.layer.index)),
                         self._devices[device].in_thread(),
                         self._devices[device].running(),
                     ):

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from lightning_roundpipe.devices.pinned import dense_strides
+from lightning_roundpipe.pipeline.recording import Recording
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
 from lightning_roundpipe.state.gradients import BatchGradients, Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
@@ -57,11 +58,22 @@ class StepJob:
         self.before_step = before_step
         self.after_step = after_step
         self.in_half_precision = in_half_precision
+        self.recording: Recording | None = None
+        """Where it is noted what happens when, if it is."""
         self.groups = [dict(group) for group in optimizer.param_groups]
         for group in self.groups:
             group["params"] = list(group["params"])
             if isinstance(group.get("lr"), Tensor):
                 group["lr"] = group["lr"].clone()
+
+    def recorded(self, name: str | None = None) -> AbstractContextManager[None]:
+        """Around the step, or around a part of it with this name."""
+        recording = self.recording
+        if recording is None:
+            return nullcontext()
+        if name is None:
+            return recording.adding(recording.steps, "optimizer step", self.gradients.number)
+        return recording.adding(recording.units, name, self.gradients.number)
 
 
 class OptimizerWorker:
@@ -117,6 +129,10 @@ class OptimizerWorker:
         with self._monitor.lock:
             self._monitor.wait_for(self._idle, lambda: self._finished >= wanted, self._last_batch)
 
+    def has_made(self, steps: int) -> bool:
+        """Whether so many of the steps handed in are done."""
+        return self._finished >= steps
+
     def skip_to(self, steps: int) -> None:
         """Counts steps as finished that were made elsewhere."""
         self._finished = steps
@@ -130,7 +146,7 @@ class OptimizerWorker:
         while (job := self._jobs.get()) is not None:
             try:
                 job.gradients.wait_complete()
-                with self._in_thread():
+                with self._in_thread(), job.recorded():
                     self._step(job)
             except Cancelled:
                 continue
@@ -144,27 +160,33 @@ class OptimizerWorker:
 
     def _step(self, job: StepJob) -> None:
         if self._average is not None:
-            self._average()
+            with job.recorded("average over processes"):
+                self._average()
         optimizer = job.optimizer
         by_unit = steps_by_parameter(optimizer)
         whole = self._snapshot(job, lazily=by_unit and job.before_step is None)
-        go = job.before_step is None or job.before_step(whole)
+        go = True
+        if job.before_step is not None:
+            with job.recorded("unscale and clip"):
+                go = job.before_step(whole)
         if not by_unit:
-            for unit in self.order:
-                self._store.wait_uploads(unit)
-            taken = self._gradients.take(self.order)
-            if go:
-                whole.step()
-            _drop_gradients(whole)
-            self._gradients.give_back(taken)
+            with job.recorded(type(optimizer).__name__):
+                for unit in self.order:
+                    self._store.wait_uploads(unit)
+                taken = self._gradients.take(self.order)
+                if go:
+                    whole.step()
+                _drop_gradients(whole)
+                self._gradients.give_back(taken)
         group_of = {id(alias): i for i, group in enumerate(whole.param_groups) for alias in group["params"]}
         for unit in self.order:
-            if go and by_unit:
-                self._store.wait_uploads(unit)
-                self._step_unit(whole, unit, group_of, fuses=job.in_half_precision)
-            if by_unit:
-                self._gradients.clear(unit)
-            self._store.publish(unit)
+            with job.recorded(unit.name):
+                if go and by_unit:
+                    self._store.wait_uploads(unit)
+                    self._step_unit(whole, unit, group_of, fuses=job.in_half_precision)
+                if by_unit:
+                    self._gradients.clear(unit)
+                self._store.publish(unit)
         if go:
             self._write_back(job, whole)
         _drop_gradients(whole)
