@@ -295,8 +295,8 @@ CASES = {
     "ModelPruning": Case(
         lambda folder: callbacks.ModelPruning("l1_unstructured", amount=0.3, use_global_unstructured=True),
         lambda callback, trainer, folder: [bool((p == 0).any()) for p in trainer.lightning_module.parameters()],
-        notes="the pipeline is built anew after each pruning, and its report; refused with `staleness=1`, whose parameters of one step"
-        " before would be others",
+        notes="the pipeline is built anew after each pruning, and its report; refused with `staleness=1`, whose"
+        " parameters of one step before would be others",
     ),
     "ModelSummary": Case(lambda folder: callbacks.ModelSummary(2), nothing),
     "OnExceptionCheckpoint": Case(
@@ -417,7 +417,7 @@ def test_equals_plain_lightning(
 
 
 def test_pruning_with_staleness_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="parameters were replaced during training: .* Change them before fit"):
+    with pytest.raises(RuntimeError, match=r"parameters were replaced during training: .* Change them before fit"):
         trained(CASES["ModelPruning"], RoundPipeStrategy(1, split="step", staleness=1), tmp_path / "stale")
 
 
