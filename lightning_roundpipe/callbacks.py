@@ -14,7 +14,8 @@ _HARMLESS_MODULES = {
     for name in (
         "callback", "checkpoint", "device_stats_monitor", "early_stopping", "gradient_accumulation_scheduler",
         "lr_monitor", "model_checkpoint", "model_summary", "on_exception_checkpoint", "progress.progress_bar",
-        "progress.rich_progress", "progress.tqdm_progress", "rich_model_summary", "throughput_monitor", "timer",
+        "progress.rich_progress", "progress.tqdm_progress", "rich_model_summary", "spike", "throughput_monitor",
+        "timer",
     )
 }  # fmt: skip
 

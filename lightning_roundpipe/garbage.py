@@ -1,6 +1,12 @@
-"""Spares Python's garbage collector the objects that were there before training."""
+"""What Python's garbage collector is to do, and what it is spared."""
 
 import gc
+
+
+def collect() -> None:
+    """Frees what only cycles of objects hold, those through autograd's graphs in C++ included."""
+    for _ in range(3):  # such a graph lets go of the next cycle only when it is gone itself
+        gc.collect()
 
 
 class SparedObjects:

@@ -33,7 +33,7 @@ from lightning_roundpipe.deciding import BatchSplitter
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice, arrived
 from lightning_roundpipe.devices.hardware import hardware_of
 from lightning_roundpipe.devices.memory_limit import DeviceMemory, check_device_memory, memory_limit
-from lightning_roundpipe.garbage import SparedObjects
+from lightning_roundpipe.garbage import SparedObjects, collect
 from lightning_roundpipe.host_root import with_host_root
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
@@ -186,7 +186,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """How the batches of the present fit are split, or of the last one."""
         self._between: UseBetweenBatches | None = None
         self._spared: SparedObjects | None = None
-        self._settled = False
+        self._settled = self._lost_step = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
         self._waiting: WaitForPipeline | None = None
@@ -303,6 +303,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def _make_devices(self, count: int, threads: int) -> list[Device]:
         if not self._hardware:
             return [CpuDevice(index, threads) for index in range(count)]
+        collect()  # what a pipeline before this one has left on the devices
         peers: dict[torch.device, AcceleratorDevice] = {}
         return [AcceleratorDevice(hardware_of(device), peers) for device in self._hardware]
 
@@ -375,7 +376,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self._timeline_writer = TimelineWriter(
                 self.timeline.of_process(self.global_rank), pipeline, self._worker, rank_zero_info, rank_zero_warn
             )
-        self._between = UseBetweenBatches(pipeline.store.owns, self._settle_in_use)
+        self._between = UseBetweenBatches(pipeline.store.owns, self.settle)
         self._restored = self._last_state = None
         self._splitter.announce()
         self._fresh_metrics = {}
@@ -398,21 +399,23 @@ class RoundPipeStrategy(MultiProcessStrategy):
         return pipeline
 
     def _close(self) -> None:
-        pipeline, worker, state = self._pipeline, self._worker, self._state()
+        pipeline, worker = self._pipeline, self._worker
+        if worker is not None:
+            with suppress(Cancelled):  # steps of batches before a failed one are still made
+                worker.wait_idle()
+        state = self._state()
         if self._between is not None:
             self._between.end()
         self._pipeline = self._worker = self._batch = self._between = None
         self.steps_in_background = False
         if pipeline is None:
             return
-        if worker is not None:
-            with suppress(Cancelled):  # steps of batches before a failed one are still made
-                worker.wait_idle()
         if self._spared is not None:
             self._spared.release()
             self._spared = None
         self._report = self._make_report(pipeline)
-        self._last_state = None if pipeline.monitor.failure is not None else state
+        self._last_state = state
+        self._lost_step = any(unit.done < pipeline.store.enqueued for unit in pipeline.store.units)
         pipeline.close()
         if worker is not None:
             worker.close()
@@ -490,6 +493,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if not module.automatic_optimization or skips_backward:
             self.settle()
             return super().training_step(*args, **kwargs)
+        if trainer.fit_loop.epoch_loop.batch_idx == 0:
+            self._follow_replaced()
         pipeline = self._pipeline or self._open()
         assert self._between is not None
         self._begin_window(pipeline, trainer)
@@ -503,6 +508,16 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if pipeline.recording is not None:
             pipeline.recording.add_main("training_step", start)
         return result
+
+    def _follow_replaced(self) -> None:
+        """Builds the pipeline anew where modules or parameters were replaced between two epochs, by pruning say.
+
+        With staleness 1 the values of one step before would be those of other parameters: it is refused as ever.
+        """
+        if self._pipeline is not None and not self.staleness and self._pipeline.replaced():
+            self.settle()
+            self._close()
+            self._restored = self._last_state
 
     def _train(self, pipeline: Pipeline, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """The training step by the pipeline."""
@@ -748,21 +763,34 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """Waits until every backward and optimizer step of finished batches is done.
 
         Raises:
-            BaseException: What failed in one of them.
+            BaseException: What failed in one of them. But only once: whoever handles the error may save a checkpoint,
+                or go on, with what the steps before have left.
         """
-        if self._pipeline is not None and self._worker is not None:
-            self._wait_backward()
-            self.settle_steps()
-            assert self._between is not None
-            self._between.end()
-            self._settled = True
+        if self._pipeline is not None and self._pipeline.failure_told:
+            self._close()
+        try:
+            if self._backward_to_come():
+                self.settle_steps()
+            elif self._pipeline is not None and self._worker is not None:
+                self._wait_backward()
+                self.settle_steps()
+                assert self._between is not None
+                self._between.end()
+                self._settled = True
+        except BaseException:
+            self._call_validation_off()
+            raise
 
-    def _settle_in_use(self) -> None:
-        """The same where the backward of the last batch may still be to come."""
-        if self._batch is not None and not self._batch.released:
-            self.settle_steps()
-        else:
-            self.settle()
+    def _call_validation_off(self) -> None:
+        """For an error of training that comes to light when validation begins: it finds all as training has it."""
+        trainer = self._trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and trainer.validating:
+            trainer.fit_loop.epoch_loop.val_loop._on_evaluation_model_train()  # no longer in eval mode
+            trainer.training = True
+
+    def _backward_to_come(self) -> bool:
+        """Whether the main thread itself has still to begin the backward of the last batch."""
+        return self._batch is not None and not self._batch.released
 
     # -- state -----------------------------------------------------------------------------------------------------
 
@@ -776,6 +804,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None) -> None:
         self.settle()
+        if self._lost_step and self._pipeline is None:
+            rank_zero_warn(
+                "roundpipe: the error arose in the backward or the optimizer step of a batch that the Trainer counts as"
+                " done: the checkpoint has the weights before that step, and a resumed run goes on after it."
+            )
         if (state := self._state()) is not None:
             checkpoint[_CHECKPOINT_KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -813,17 +846,25 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _state(self) -> dict[str, Any] | None:
         """What a resumed run needs besides Lightning's own state. After fit, that of its end."""
-        if self._pipeline is None:
+        pipeline = self._pipeline
+        if pipeline is None:
             return self._last_state
-        state: dict[str, Any] = {"seed": self._seed, "step": self._pipeline.step}
-        if self.staleness and self._pipeline.store.enqueued:
-            state["stale"] = self._pipeline.store.stale_values()
+        unfinished = self._backward_to_come() or (pipeline.monitor.failure is not None and pipeline.batch is not None)
+        state: dict[str, Any] = {"seed": self._seed, "step": pipeline.step - unfinished}  # it begins with that batch
+        if self.staleness and pipeline.store.enqueued:
+            state["stale"] = pipeline.store.stale_values()
         return state
 
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
+        self._close()  # where a tuner goes back to what was before its trials
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        self._restored = checkpoint.get(_CHECKPOINT_KEY)
+        self._restored = self._last_state = checkpoint.get(_CHECKPOINT_KEY)
+        self._lost_step = False
         return checkpoint
+
+    def on_train_start(self) -> None:
+        self._close()  # where a tuner has run the loop before: with other callbacks, and perhaps out of memory
+        super().on_train_start()
 
     def report(self) -> PipelineReport:
         """Layers, stages and devices of the present fit, or of the last one.

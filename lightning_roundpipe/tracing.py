@@ -7,7 +7,6 @@ from functools import partial
 from inspect import signature
 from typing import Any
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -115,8 +114,9 @@ def trace(model: nn.Module, batch: Any) -> list[LayerCall]:
         handles.append(layer.register_forward_hook(partial(tracer.leave, name), with_kwargs=True))
     try:
         with torch.enable_grad(), _without_memory, saved_tensors_hooks(tracer.keep, lambda tensor: tensor):
-            if isinstance(model, L.LightningModule):
-                model.training_step(batch, 0)
+            step = getattr(model, "training_step", None)
+            if step is not None:
+                step(batch, 0)
             elif isinstance(batch, Mapping):
                 model(**batch)
             elif isinstance(batch, (tuple, list)):

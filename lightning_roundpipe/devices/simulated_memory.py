@@ -101,8 +101,9 @@ class SimulatedMemory:
                 self._check_reuse(stream)
             if self.capacity is not None and self._live + nbytes > self.capacity:
                 raise torch.OutOfMemoryError(
-                    f"{self._device} out of memory. Tried to allocate {nbytes} bytes. It has a capacity of"
-                    f" {self.capacity} bytes, of which {self._live} are in use and {self.capacity - self._live} free."
+                    f"{self._device} out of memory (as in 'CUDA out of memory'). Tried to allocate {nbytes} bytes."
+                    f" It has a capacity of {self.capacity} bytes, of which {self._live} are in use and"
+                    f" {self.capacity - self._live} free."
                 )
             self._live += nbytes
             self._peak = max(self._peak, self._live)

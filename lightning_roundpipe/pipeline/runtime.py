@@ -83,6 +83,8 @@ class Pipeline:
         self.scheduler = scheduler or Scheduler(devices=len(self.devices))
         self.seed = seed
         self.step = first_step
+        self.failure_told = False
+        """Whether the main thread has been told of what failed, and so its caller."""
         self.layers = [Layer(i, name, module) for i, (name, module) in enumerate(find_layers(root, layers).items())]
         share_compiled_code(root, self.layers, compile_settings)
         count_compilations()
@@ -189,7 +191,7 @@ class Pipeline:
             BaseException: Whatever was raised in a microbatch, with a note that says where.
         """
         self.check()
-        if replaced := self._replaced():
+        if replaced := self.replaced():
             raise RuntimeError(
                 f"The model's modules or parameters were replaced during training: {', '.join(replaced)}."
                 " Change them before fit, or call fit again after the change."
@@ -277,7 +279,7 @@ class Pipeline:
         if batch.records:
             self.measured.forget_costs()
 
-    def _replaced(self) -> list[str]:
+    def replaced(self) -> list[str]:
         """The layers that are not what they were when the pipeline was built, and parameters that are new or gone."""
         found = [layer.name for layer in self.layers if not layer.is_current()]
         now = dict(self.root.named_parameters())
@@ -296,12 +298,14 @@ class Pipeline:
             pass  # the true error is raised below, without this one as its context
         except BaseException as error:  # Ctrl-C arrives here
             self.monitor.fail(error, self.batches - 1)
+            self.failure_told = True
             raise
         self.check()
 
     def check(self) -> None:
         """Raises the error that the pipeline failed with, if it did."""
         failure = self.monitor.failure
+        self.failure_told = failure is not None
         if isinstance(failure, StopIteration):  # to the caller's loop it would be the end of the data, not an error
             error = RuntimeError(
                 "StopIteration was raised in a training step, for example by a next() without a default. Give next() a"
