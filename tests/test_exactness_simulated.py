@@ -1,6 +1,7 @@
 """On simulated accelerators the pipeline gives, to the last bit, what it gives on the CPU.
 
-A choice: each option of the exactness suite on 1, 2 and 4 devices, and what is particular to devices. The whole suite, and every other test that uses `fit_pipeline`, trains on simulated accelerators with
+A choice: each option of the exactness suite on 1, 2 and 4 devices, and what is particular to devices. The whole suite,
+and every other test that uses `fit_pipeline`, trains on simulated accelerators with
 
     ROUNDPIPE_DEVICES=simulated pytest tests/test_exactness.py tests/test_schedule_execution.py tests/test_precision.py
 """
