@@ -328,7 +328,8 @@ def _chart(recording: Recording, devices: Sequence[str], batches: Sequence[int])
     bars += [Bar(len(devices), kind="step", batch=step.batch, **since_start(step)) for step in steps]
     seconds = float(max(span.end for span in devices_at_work)) - start
     busy = sum(call.end - call.start for call in calls) / (seconds * len(devices)) if seconds else 0.0
-    title = f"{_named(batches)}: devices computed {100 * busy:.1f} % of {1e3 * seconds:.0f} ms"
+    did = "were given work in" if recording.streams else "computed"  # and did it at their own time
+    title = f"{_named(batches)}: devices {did} {100 * busy:.1f} % of {1e3 * seconds:.0f} ms"
     return title, Chart((*devices, "optimizer"), bars, max(bar.end for bar in bars), "milliseconds")
 
 

@@ -30,7 +30,8 @@ class RecordedHardware:
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         """Within it, this thread's work on the device goes to a stream."""
-        add = self._wants(self._names[id(stream)])
+        name = self._names.get(id(stream))
+        add = None if name is None else self._wants(name)
         with self._hardware.on(stream):
             if add is None:
                 yield

@@ -24,7 +24,7 @@ _NOTABLE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class CallSpan:
-    """A layer's call on a device, as it is measured.
+    """A layer's call on a device: its time on the host, which on a device with streams is that of handing it out.
 
     Attributes:
         device: Number of the device.
