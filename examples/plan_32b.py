@@ -8,7 +8,7 @@ data sheets, not measurements. Up to a minute; docs/pictures/plan_qwen3_32b.txt 
 
     model_configs:qwen3_32b: 32.76 billion parameters, 32.76 of them trained, 68 layer calls; 8 devices, 16 microbatches
     roundpipe: fits
-      device 16.5 of 21.6 GB
+      device 21.3 of 21.6 GB
 """
 
 import sys

@@ -168,5 +168,5 @@ def test_labels_that_stand_beside_their_inputs() -> None:
     plain, ours = Tagger(), Tagger()
     fit(plain, batches)
     trainer = fit(ours, batches, RoundPipeStrategy(microbatches=3), devices=2)
-    assert trainer.strategy._decided == ("step", count_labels)
+    assert trainer.strategy._splitter.decided == ("step", count_labels)
     assert_close(weights(ours), weights(plain), 1e-5)
