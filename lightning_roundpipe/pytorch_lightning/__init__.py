@@ -23,9 +23,10 @@ from packaging.version import Version
 
 from lightning_roundpipe.microbatch import UnsplittableBatchError
 from lightning_roundpipe.pipeline.tape import RecomputeError
+from lightning_roundpipe.timeline import Timeline
 from lightning_roundpipe.verification import Verification
 
-__all__ = ["RecomputeError", "RoundPipeStrategy", "UnsplittableBatchError", "Verification", "verify"]
+__all__ = ["RecomputeError", "RoundPipeStrategy", "Timeline", "UnsplittableBatchError", "Verification", "verify"]
 
 if Version(pytorch_lightning.__version__) < Version("2.6"):
     raise ImportError(f"pytorch_lightning 2.6 or newer is needed, and {pytorch_lightning.__version__} is installed.")
