@@ -13,6 +13,7 @@ import yaml
 from helpers import assert_equal, weights
 from test_pytorch_lightning import PACKAGES, module_of
 
+from lightning_roundpipe import Timeline
 from lightning_roundpipe.devices import SimulatedDevice
 
 PATHS = {pl: f"{ours.__name__}.RoundPipeStrategy" for pl, ours in PACKAGES.items()}
@@ -71,6 +72,13 @@ def test_names(pl: Any) -> None:
         ("compile", '{"backend": "eager"}', {"backend": "eager"}),
         ("compile", "true", True),
         ("schedule", "1f1b", "1f1b"),
+        ("timeline", "runs/timeline", Timeline("runs/timeline.json")),
+        (
+            "timeline",
+            '{"class_path": "lightning_roundpipe.Timeline", "init_args": {"path": "a.json", "batches": [3, 4]}}',
+            Timeline("a.json", (3, 4)),
+        ),
+        ("timeline", '{"path": "a.json", "batches": [3, 4]}', Timeline("a.json", (3, 4))),
         ("lanes", "auto", "auto"),
         ("lanes", "2", 2),
     ],

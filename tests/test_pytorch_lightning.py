@@ -179,7 +179,7 @@ def test_verify() -> None:
 def test_what_knows_no_lightning_is_shared() -> None:
     ours, theirs = PACKAGES.values()
     assert set(theirs.__all__) == set(ours.__all__)
-    for name in ("RecomputeError", "UnsplittableBatchError", "Verification"):
+    for name in ("RecomputeError", "Timeline", "UnsplittableBatchError", "Verification"):
         assert getattr(ours, name) is getattr(theirs, name)
     assert ours.RoundPipeStrategy is not theirs.RoundPipeStrategy
 
