@@ -136,7 +136,9 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 def host_bytes(
     parameters: int, trainable: int, calls: Sequence[LayerCall], precision: Precision, microbatches: int, staleness: int
 ) -> tuple[int, int]:
-    """What the host holds: for parameters, gradients and Adam's state, and for the inputs kept for recomputing."""
+    """What the host holds: for parameters, gradients and Adam's state, and for the inputs kept for recomputing.
+    Gradients are in full precision, as with clipping.
+    """
     mixed = precision.compute < precision.host
     trained = bytes_of_trained(precision.host, mixed=mixed, staleness=staleness, rounds_gradients=False)
     states = precision.host * (parameters - trainable) + trained.total * trainable
