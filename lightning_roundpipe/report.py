@@ -169,25 +169,29 @@ def summary(pipeline: Pipeline, need: HostNeed, available: int | None) -> Group:
     table = Table(title="Layers")
     for title in ("layer", "class"):
         table.add_column(title, overflow="fold")
-    for title in ("count", "parameters", "trained", "size"):
+    everything = _Size.of(pipeline.store.parameters())
+    frozen = everything.trained < everything.numbers
+    for title in ("count", "parameters", *(("trained",) if frozen else ()), "size"):
         table.add_column(title, justify="right")
     sizes = [_Size.of(layer.parameters) for layer in pipeline.layers]
     kinds = [type(layer.module).__name__ for layer in pipeline.layers]
     for members in alike(zip(kinds, sizes, strict=True)):
         names = [pipeline.layers[member].name for member in members]
-        table.add_row(name_of(names), kinds[members[0]], str(len(members)), *sizes[members[0]].cells(len(members)))
+        table.add_row(
+            name_of(names), kinds[members[0]], str(len(members)), *sizes[members[0]].cells(frozen, len(members))
+        )
     held = {id(parameter) for layer in pipeline.layers for parameter in layer.parameters}
     outside = [parameter for parameter in pipeline.store.parameters() if id(parameter) not in held]
     if outside:
-        table.add_row("(no layer)", "", "", *_Size.of(outside).cells())
+        table.add_row("(no layer)", "", "", *_Size.of(outside).cells(frozen))
     table.add_section()
-    table.add_row("all", "", str(len(pipeline.layers)), *_Size.of(pipeline.store.parameters()).cells())
+    table.add_row("all", "", str(len(pipeline.layers)), *everything.cells(frozen))
     room = "" if available is None else f"; {in_words(available)} more are available"
     devices = ", ".join(device.name for device in pipeline.devices)
     return Group(
         table,
         f"Host memory, at least: {describe(need)}{room}.",
-        f"On {devices}: in turn stages of these layers, with their parameters while they run. The first batch shows"
+        f"{devices} take stages of these layers in turn, and hold their parameters meanwhile. The first batch shows"
         " which layers make a stage.",
     )
 
@@ -206,9 +210,10 @@ class _Size:
         trained = sum(parameter.numel() for parameter in own if parameter.requires_grad)
         return cls(sum(parameter.numel() for parameter in own), trained, sum(parameter.nbytes for parameter in own))
 
-    def cells(self, count: int = 1) -> tuple[str, str, str]:
-        """For so many of this size."""
-        return f"{count * self.numbers:,}", f"{count * self.trained:,}", in_words(count * self.nbytes)
+    def cells(self, frozen: bool, count: int = 1) -> list[str]:
+        """For so many of this size. How many are trained is said if there are some that are not, anywhere."""
+        numbers = (self.numbers, self.trained) if frozen else (self.numbers,)
+        return [*(f"{count * number:,}" for number in numbers), in_words(count * self.nbytes)]
 
 
 def as_text(table: Group) -> str:

@@ -176,7 +176,8 @@ def test_tokens() -> None:
     monitor, logger = PipelineMonitor(), Kept()
     batches = batches_of(causal, 2, 6)
     assert batches[0]["labels"].dim() == 2
-    fit(gpt2(), batches, RoundPipeStrategy(split="step", microbatches=2), logger=logger, callbacks=[monitor])
+    strategy = RoundPipeStrategy(split="step", microbatches=2, loss_weight="tokens")
+    fit(gpt2(), batches, strategy, logger=logger, callbacks=[monitor])
     for row, batch in zip(logger.rows.values(), batches, strict=True):
         tokens = int((batch["labels"][:, 1:] != -100).sum())
         assert row["tokens_per_second"] == pytest.approx(row["samples_per_second"] * tokens / 6)
@@ -378,10 +379,10 @@ def test_the_table_groups_equal_layers(summary: ModelSummary, caplog: pytest.Log
     with caplog.at_level("INFO", logger="lightning.pytorch"):
         train(BATCHES[:2], model=MLP(depth=48), callbacks=[summary])
     text = " ".join(caplog.text.split())
-    assert "│ net.2 .. 49 │ Sequential │ 48 │ 3,456 │ 3,456 │ 13.8 kB │" in text
-    assert "│ all │ │ 50 │ 3,539 │ 3,539 │ 14.2 kB │" in text
+    assert "│ net.2 .. 49 │ Sequential │ 48 │ 3,456 │ 13.8 kB │" in text
+    assert "│ all │ │ 50 │ 3,539 │ 14.2 kB │" in text
     assert "Host memory, at least: 42.5 kB in all, 14.2 kB for parameters, 14.2 kB for gradients, 14.2 kB for" in text
-    assert "On cpu:0, cpu:1: in turn stages of these layers" in text
+    assert "cpu:0, cpu:1 take stages of these layers in turn" in text
     assert text.count("roundpipe: stages, in layers: forward ") == 1
     assert caplog.text.count("\n") < 60
 
