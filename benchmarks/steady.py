@@ -1,9 +1,10 @@
 """Does a step cost the same at the end as at the beginning, and do step and computation go on side by side?
 
-    python benchmarks/steady.py [--steps 100] [--width 1024] [--layers 4] [--devices 2]
+    python benchmarks/steady.py [--steps 100] [--width 1024] [--layers 4] [--devices 2] [--rounds 3]
 
 Linear layers with ReLU, Adam, two virtual devices and two microbatches, against plain Lightning on one CPU device. Then
-with an optimizer step that takes as long as a batch's computation, but hardly a core.
+with metrics logged at each step, and with an optimizer step that takes as long as a batch's computation, but hardly a
+core.
 """
 
 import argparse
@@ -15,10 +16,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from common import Batches, Row, quiet, show, train
+from common import Batches, Row, paired_ratio, quiet, show, train
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor, nn
 
-from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe import PipelineMonitor, RoundPipeStrategy
 
 
 class Layers(L.LightningModule):
@@ -46,19 +48,30 @@ class SlowAdam(torch.optim.Adam):
 
 
 def measure(
-    steps: int = 100, width: int = 1024, layers: int = 4, devices: int = 2, microbatches: int = 2, batch: int = 64
+    steps: int = 100,
+    width: int = 1024,
+    layers: int = 4,
+    devices: int = 2,
+    microbatches: int = 2,
+    batch: int = 64,
+    rounds: int = 3,
 ) -> list[Row]:
     torch.set_num_threads(1)
 
-    def run(strategy: Any, devices: int) -> Batches:
+    def run(strategy: Any, devices: int, **options: Any) -> Batches:
         torch.manual_seed(0)
         gc.collect()
         batches = Batches(torch.randn(batch, width), steps, threading.active_count)
-        train(Layers(layers, width), batches, strategy, devices)
+        train(Layers(layers, width), batches, strategy, devices, **options)
         return batches
 
-    def ours(staleness: int = 0) -> Batches:
-        return run(RoundPipeStrategy(microbatches=microbatches, staleness=staleness, split="step"), devices)
+    def ours(staleness: int = 0, **options: Any) -> Batches:
+        strategy = RoundPipeStrategy(microbatches=microbatches, staleness=staleness, split="step")
+        return run(strategy, devices, **options)
+
+    def monitored(metrics: bool) -> float:
+        options = {"logger": DummyLogger(), "log_every_n_steps": 1} if metrics else {}
+        return statistics.median(ours(callbacks=[PipelineMonitor(metrics)], **options).seconds())
 
     SlowAdam.seconds = 0.0
     plain, steady = run("auto", 1).seconds(), ours()
@@ -66,6 +79,7 @@ def measure(
     early = statistics.median(seconds[steps // 10 : 3 * steps // 10])
     late = statistics.median(seconds[4 * steps // 5 :])
     tenth = min(10, steps - 1)
+    ratio, logged, silent = paired_ratio(lambda: monitored(True), lambda: monitored(False), rounds)
     SlowAdam.seconds = statistics.median(seconds)
     behind, at_once = (statistics.median(ours(staleness).seconds()) for staleness in (1, 0))
     by = f"a step {1000 * SlowAdam.seconds:.1f} ms"
@@ -84,6 +98,13 @@ def measure(
             at_most=True,
             peer=f"plain Lightning {1000 * statistics.median(plain):.1f} ms a step",
         ),
+        Row(
+            "metrics logged at each step, by none",
+            ratio,
+            target=1.05,
+            at_most=True,
+            peer=f"{1000 * logged:.1f} ms by {1000 * silent:.1f} ms",
+        ),
         Row("new threads after ten steps", max(steady.notes[tenth:]) - steady.notes[tenth], target=0, at_most=True),
         Row(
             "a batch with a step as long as its computation, staleness 1",
@@ -98,7 +119,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"steps": 100, "width": 1024, "layers": 4, "devices": 2, "microbatches": 2, "batch": 64}
+    defaults = {"steps": 100, "width": 1024, "layers": 4, "devices": 2, "microbatches": 2, "batch": 64, "rounds": 3}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())

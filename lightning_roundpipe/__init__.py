@@ -6,6 +6,7 @@ Importing the package registers ``strategy="roundpipe"`` and ``strategy="roundpi
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_roundpipe.microbatch import UnsplittableBatchError
+from lightning_roundpipe.monitor import PipelineMonitor
 from lightning_roundpipe.pipeline.tape import RecomputeError
 from lightning_roundpipe.strategy import RoundPipeStrategy
 from lightning_roundpipe.timeline import Timeline
@@ -13,6 +14,14 @@ from lightning_roundpipe.verification import Verification
 from lightning_roundpipe.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["RecomputeError", "RoundPipeStrategy", "Timeline", "UnsplittableBatchError", "Verification", "verify"]
+__all__ = [
+    "PipelineMonitor",
+    "RecomputeError",
+    "RoundPipeStrategy",
+    "Timeline",
+    "UnsplittableBatchError",
+    "Verification",
+    "verify",
+]
 
 RoundPipeStrategy.register_strategies(StrategyRegistry)

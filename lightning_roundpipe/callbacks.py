@@ -17,7 +17,7 @@ _HARMLESS_MODULES = {
         "progress.rich_progress", "progress.tqdm_progress", "rich_model_summary", "spike", "throughput_monitor",
         "timer",
     )
-}  # fmt: skip
+} | {"lightning_roundpipe.monitor"}  # fmt: skip
 
 _HOOKS_BETWEEN_BATCHES = (
     "on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward",

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_roundpipe.compare import NAMES, Outcome, bound_memory, compare, outcome_table
-from lightning_roundpipe.machine import GB, GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
+from lightning_roundpipe.host_need import GB
+from lightning_roundpipe.layer_groups import alike, name_of, sizes_of
+from lightning_roundpipe.machine import GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
 from lightning_roundpipe.schedules.memory import Memory
@@ -114,15 +116,12 @@ def _layer_table(calls: Sequence[LayerCall], costs: Costs, precision: Precision)
         table.add_column(title, overflow="fold")
     for title in ("calls", "weights\nGB", "saved\nGB", "F\nms", "B\nms", "upload\nms"):
         table.add_column(title, justify="right", no_wrap=True)
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for i, call in enumerate(calls):
-        key = (call.kind, call.parameters, call.forward_flops, call.backward_flops, call.activation_bytes)
-        groups.setdefault(key, []).append(i)
-    for members in groups.values():
-        first, last = calls[members[0]], calls[members[-1]]
-        i = members[-1]
+    for members in alike(
+        (call.kind, call.parameters, call.forward_flops, call.backward_flops, call.activation_bytes) for call in calls
+    ):
+        last = calls[i := members[-1]]
         table.add_row(
-            first.layer if len(members) == 1 else f"{first.layer} .. {last.layer.split('.')[-1]}",
+            name_of([calls[member].layer for member in members]),
             last.kind,
             str(len(members)),
             f"{precision.compute * last.parameters / GB:.2f}",
@@ -164,22 +163,11 @@ def _say_what_fits(
         f"  device {device:.1f} of {room:.1f} GB (a tenth of {machine.gpu.memory:g} left free), "
         f"host {host:,.0f} of {machine.host_memory:,.0f} GB: {states:,.0f} parameters, gradients and optimizer, "
         f"{inputs:,.0f} inputs kept for recomputing\n"
-        f"  stages, in layers: forward {_sizes(outcome.partition.forward)}; "
-        f"backward {'fused ' if outcome.partition.fused else ''}{_sizes(outcome.partition.backward)}"
+        f"  stages, in layers: forward {sizes_of(outcome.partition.forward)}; "
+        f"backward {'fused ' if outcome.partition.fused else ''}{sizes_of(outcome.partition.backward)}"
         + (f"; {outcome.lanes} lanes" if outcome.lanes > 1 else ""),
         highlight=False,
     )
-
-
-def _sizes(stages: Sequence[range]) -> str:
-    """Numbers of layers, equal neighbours together: ``1, 8 x 3``."""
-    runs: list[list[int]] = []
-    for stage in stages:
-        if runs and runs[-1][1] == len(stage):
-            runs[-1][0] += 1
-        else:
-            runs.append([1, len(stage)])
-    return ", ".join(str(size) if count == 1 else f"{count} x {size}" for count, size in runs) or "none"
 
 
 def _explain(outcomes: Sequence[Outcome], console: Console) -> None:

@@ -5,11 +5,10 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
+from lightning_roundpipe.host_need import GB, bytes_of_trained
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.memory import USABLE, Memory, besides
 from lightning_roundpipe.tracing import LayerCall
-
-GB = 10**9
 
 
 def _check_positive(what: object, *names: str) -> None:
@@ -113,25 +112,23 @@ class Machine:
 
 @dataclass(frozen=True)
 class Precision:
-    """Bytes per parameter, with Adam or AdamW.
+    """Bytes per parameter.
 
     Attributes:
         compute: Of the copy that devices compute with.
         device_gradient: Of the gradients that a device sums up.
-        frozen: On the host, of a parameter that is not trained.
-        trained: On the host, of one that is, with its gradient and optimizer state, for staleness 0 and 1.
+        host: Of the parameter itself.
     """
 
     compute: int
     device_gradient: int
-    frozen: int
-    trained: tuple[int, int]
+    host: int
 
 
 PRECISIONS: Mapping[str, Precision] = MappingProxyType(
     {
-        "bf16-mixed": Precision(compute=2, device_gradient=4, frozen=6, trained=(18, 20)),
-        "bf16-true": Precision(compute=2, device_gradient=2, frozen=2, trained=(8, 12)),
+        "bf16-mixed": Precision(compute=2, device_gradient=4, host=4),
+        "bf16-true": Precision(compute=2, device_gradient=2, host=2),
     }
 )
 
@@ -139,6 +136,10 @@ PRECISIONS: Mapping[str, Precision] = MappingProxyType(
 def host_bytes(
     parameters: int, trainable: int, calls: Sequence[LayerCall], precision: Precision, microbatches: int, staleness: int
 ) -> tuple[int, int]:
-    """What the host holds: for parameters, gradients and optimizer state, and for the inputs kept for recomputing."""
-    states = precision.frozen * (parameters - trainable) + precision.trained[staleness] * trainable
+    """What the host holds: for parameters, gradients and Adam's state, and for the inputs kept for recomputing.
+    Gradients are in full precision, as with clipping.
+    """
+    mixed = precision.compute < precision.host
+    trained = bytes_of_trained(precision.host, mixed=mixed, staleness=staleness, rounds_gradients=False)
+    states = precision.host * (parameters - trainable) + trained.total * trainable
     return states, microbatches * sum(call.input_bytes for call in calls)

@@ -414,6 +414,20 @@ def _count_labels(piece: Any) -> float:
     return float(sum(int(((t[..., 1:] if shifted else t) != IGNORED_LABEL).sum()) for t in found))
 
 
+def count_tokens(batch: Any) -> int | None:
+    """Return how many labels of `batch` count, as with ``"tokens"``, or None where it names no labels, or none but one
+    for each sample.
+    """
+    try:
+        labels, _ = _find_labels(batch)
+    except ValueError:
+        return None
+    found = tensors(labels)
+    if not found or any(tensor.dim() < 2 or tensor.is_floating_point() for tensor in found):
+        return None
+    return int(_count_labels(batch))
+
+
 def _find_labels(piece: Any) -> tuple[Any, Any]:
     """The labels of a microbatch, and the ``input_ids`` beside them."""
     records = list(_records(piece))

@@ -1,11 +1,18 @@
 """What the pipeline did, as data and as tables."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from io import StringIO
 
-from rich.console import Group
+from rich import get_console
+from rich.console import Console, Group
 from rich.table import Table
+from torch import nn
 
 from lightning_roundpipe.devices import Traffic
+from lightning_roundpipe.host_need import HostNeed, describe, in_words
+from lightning_roundpipe.layer_groups import alike, name_of, sizes_of
+from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.runtime import Pipeline
 
 
@@ -42,12 +49,17 @@ class DeviceRow:
         busy_seconds: How long it was busy with layers.
         actions: How many layer calls it ran, forward and backward.
         traffic: The bytes moved for them.
+        upload_wait_seconds: How long it has waited for parameters and inputs on their way up, or None where that is not
+            measured: without a monitor that logs metrics, and on virtual devices, which have all in place.
+        peak_memory: The most bytes that it has held at a time, or None where its memory is the host's.
     """
 
     name: str
     busy_seconds: float
     actions: int
     traffic: Traffic
+    upload_wait_seconds: float | None
+    peak_memory: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class PipelineReport:
         batches: How many batches were trained.
         wall_seconds: Time since the first batch began, everything included.
         training_seconds: The same without validation.
+        optimizer_wait_seconds: How long batches have waited while the optimizer stepped in the background.
     """
 
     layers: list[LayerRow]
@@ -69,6 +82,7 @@ class PipelineReport:
     batches: int
     wall_seconds: float
     training_seconds: float
+    optimizer_wait_seconds: float
 
     def table(self) -> Group:
         """The report for a terminal."""
@@ -123,7 +137,96 @@ def make_report(pipeline: Pipeline, wall_seconds: float, training_seconds: float
             )
         )
     devices = [
-        DeviceRow(device.name, use.busy_seconds, use.calls, replace(device.traffic))
+        DeviceRow(
+            device.name,
+            use.busy_seconds,
+            use.calls,
+            replace(device.traffic),
+            device.upload_wait_seconds,
+            device.peak_memory,
+        )
         for device, use in zip(pipeline.devices, pipeline.measured.use, strict=True)
     ]
-    return PipelineReport(rows, devices, pipeline.last_microbatches, pipeline.batches, wall_seconds, training_seconds)
+    return PipelineReport(
+        rows,
+        devices,
+        pipeline.last_microbatches,
+        pipeline.batches,
+        wall_seconds,
+        training_seconds,
+        pipeline.store.step_waits.seconds,
+    )
+
+
+def summary(pipeline: Pipeline, need: HostNeed, available: int | None) -> Group:
+    """What is known before the first batch: the layers, equal ones in one row, and where everything goes.
+
+    Args:
+        pipeline: The pipeline.
+        need: What it needs of the host's memory.
+        available: What there is of that, if that can be told.
+    """
+    table = Table(title="Layers")
+    for title in ("layer", "class"):
+        table.add_column(title, overflow="fold")
+    everything = _Size.of(pipeline.store.parameters())
+    frozen = everything.trained < everything.numbers
+    for title in ("count", "parameters", *(("trained",) if frozen else ()), "size"):
+        table.add_column(title, justify="right")
+    sizes = [_Size.of(layer.parameters) for layer in pipeline.layers]
+    kinds = [type(layer.module).__name__ for layer in pipeline.layers]
+    for members in alike(zip(kinds, sizes, strict=True)):
+        names = [pipeline.layers[member].name for member in members]
+        table.add_row(
+            name_of(names), kinds[members[0]], str(len(members)), *sizes[members[0]].cells(frozen, len(members))
+        )
+    held = {id(parameter) for layer in pipeline.layers for parameter in layer.parameters}
+    outside = [parameter for parameter in pipeline.store.parameters() if id(parameter) not in held]
+    if outside:
+        table.add_row("(no layer)", "", "", *_Size.of(outside).cells(frozen))
+    table.add_section()
+    table.add_row("all", "", str(len(pipeline.layers)), *everything.cells(frozen))
+    room = "" if available is None else f"; {in_words(available)} more are available"
+    devices = ", ".join(device.name for device in pipeline.devices)
+    return Group(
+        table,
+        f"Host memory, at least: {describe(need)}{room}.",
+        f"{devices} take stages of these layers in turn, and hold their parameters meanwhile. The first batch shows"
+        " which layers make a stage.",
+    )
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of some parameters: how many numbers, how many of them trained, and bytes; once for those that are shared."""
+
+    numbers: int
+    trained: int
+    nbytes: int
+
+    @classmethod
+    def of(cls, parameters: Iterable[nn.Parameter]) -> "_Size":
+        own = list({id(parameter): parameter for parameter in parameters}.values())
+        trained = sum(parameter.numel() for parameter in own if parameter.requires_grad)
+        return cls(sum(parameter.numel() for parameter in own), trained, sum(parameter.nbytes for parameter in own))
+
+    def cells(self, frozen: bool, count: int = 1) -> list[str]:
+        """For so many of this size. How many are trained is said if there are some that are not, anywhere."""
+        numbers = (self.numbers, self.trained) if frozen else (self.numbers,)
+        return [*(f"{count * number:,}" for number in numbers), in_words(count * self.nbytes)]
+
+
+def as_text(table: Group) -> str:
+    """For a log, as wide as the terminal."""
+    text = StringIO()
+    Console(file=text, width=get_console().width).print(table, highlight=False)
+    return f"\n{text.getvalue().rstrip()}"
+
+
+def stages_in_words(plan: Plan) -> str:
+    """The stages of a plan in one line."""
+    fused = "fused " if plan.fused_stage is not None else ""
+    return (
+        f"stages, in layers: forward {sizes_of(plan.partition.forward)};"
+        f" backward {fused}{sizes_of(plan.partition.backward)}"
+    )

@@ -14,7 +14,8 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.strategies import _StrategyRegistry
 from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator, CPUAccelerator
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, Precision
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.profilers import PyTorchProfiler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -34,7 +35,9 @@ from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, Si
 from lightning_roundpipe.devices.hardware import hardware_of
 from lightning_roundpipe.devices.memory_limit import DeviceMemory, check_device_memory, memory_limit
 from lightning_roundpipe.garbage import SparedObjects, collect
+from lightning_roundpipe.host_need import available_memory, check_fits, host_need
 from lightning_roundpipe.host_root import with_host_root
+from lightning_roundpipe.monitor import PipelineMonitor, shows_summary
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
@@ -45,7 +48,7 @@ from lightning_roundpipe.pipeline.strays import bring_home
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.processes import MultiProcessStrategy
-from lightning_roundpipe.report import PipelineReport, make_report
+from lightning_roundpipe.report import PipelineReport, as_text, make_report, summary
 from lightning_roundpipe.schedules import NAMES as SCHEDULES
 from lightning_roundpipe.schedules import Schedule, ScheduleName, Scheduler
 from lightning_roundpipe.state.gradients import BatchGradients
@@ -189,7 +192,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._settled = self._lost_step = False
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
-        self._waiting: WaitForPipeline | None = None
+        self._own_callbacks: list[Callback] = []
+        """Those that it has added to the trainer's."""
         self._restored: dict[str, Any] | None = None
         self._fresh_metrics: dict[int, Metric] = {}
         self._threads_before: int | None = None
@@ -234,15 +238,17 @@ class RoundPipeStrategy(MultiProcessStrategy):
                     "roundpipe: automatic_optimization=False: training_step runs as in plain Lightning, without"
                     " microbatches and devices."
                 )
-            self._waiting = WaitForPipeline(self)
-            callbacks_of(trainer).insert(0, self._waiting)
+            self._own_callbacks = [WaitForPipeline(self)]
+            if _monitor_of(trainer) is None:
+                self._own_callbacks.append(PipelineMonitor())
+            callbacks_of(trainer)[:0] = self._own_callbacks
 
     def teardown(self) -> None:
         self._close()
-        trainer = self._trainer
-        if self._waiting is not None and trainer is not None and self._waiting in callbacks_of(trainer):
-            callbacks_of(trainer).remove(self._waiting)
-        self._waiting = None
+        if self._trainer is not None:
+            callbacks = callbacks_of(self._trainer)
+            callbacks[:] = [callback for callback in callbacks if callback not in self._own_callbacks]
+        self._own_callbacks = []
         self._restored = None
         super().teardown()
 
@@ -305,7 +311,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
             return [CpuDevice(index, threads) for index in range(count)]
         collect()  # what a pipeline before this one has left on the devices
         peers: dict[torch.device, AcceleratorDevice] = {}
-        return [AcceleratorDevice(hardware_of(device), peers) for device in self._hardware]
+        monitor = None if self._trainer is None else _monitor_of(self._trainer)
+        timed = monitor is not None and monitor.metrics
+        return [AcceleratorDevice(hardware_of(device), peers, times_uploads=timed) for device in self._hardware]
 
     def _open(self) -> Pipeline:
         """Builds the pipeline, at the first batch: what hooks did to the model before counts."""
@@ -334,6 +342,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 f"{type(module).__name__} has lazy layers whose parameters have no shape yet. Call the model once on an"
                 " example before fit."
             )
+        mixed = isinstance(self.precision_plugin, MixedPrecision)
+        need, available = host_need(module, self.optimizers, mixed=mixed, staleness=self.staleness), available_memory()
+        check_fits(need, available, staleness=self.staleness, halves=_holds_full_precision(module))
         count = self._device_count()
         self._threads_before = torch.get_num_threads()
         threads = max(1, self._threads_before // count)
@@ -396,6 +407,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             f"roundpipe: {count} {kind} device{'s' if count > 1 else ''}{share}, {len(pipeline.layers)} layers,"
             f" staleness {self.staleness}"
         )
+        if shows_summary(trainer):
+            rank_zero_info(as_text(summary(pipeline, need, available)))
         return pipeline
 
     def _close(self) -> None:
@@ -866,6 +879,17 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._close()  # where a tuner has run the loop before: with other callbacks, and perhaps out of memory
         super().on_train_start()
 
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The pipeline of the present fit, from its first batch on."""
+        return self._pipeline
+
+    @property
+    def way(self) -> tuple[str, Any]:
+        """How a batch is split, and its losses are weighed."""
+        splitter = self._splitter
+        return (self.split, self.loss_weight) if splitter is None else (splitter.way, splitter.loss_weight)
+
     def report(self) -> PipelineReport:
         """Layers, stages and devices of the present fit, or of the last one.
 
@@ -949,6 +973,14 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
 def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
     extras = {key: value for key, value in output.items() if key != "loss"}
     return map_tree(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, extras)
+
+
+def _monitor_of(trainer: "pl.Trainer") -> PipelineMonitor | None:
+    return next((callback for callback in callbacks_of(trainer) if isinstance(callback, PipelineMonitor)), None)
+
+
+def _holds_full_precision(module: torch.nn.Module) -> bool:
+    return any(parameter.is_floating_point() and parameter.element_size() > 2 for parameter in module.parameters())
 
 
 def _cores() -> int:

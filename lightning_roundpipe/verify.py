@@ -133,10 +133,6 @@ def verify(
 class _Strategy(RoundPipeStrategy):
     """The strategy, with a view of what it has built and decided."""
 
-    @property
-    def pipeline(self) -> Pipeline | None:
-        return self._pipeline
-
     def begin_anew(self) -> None:
         """The next batch draws the same random numbers, and the sums of this one are left to whoever holds them."""
         pipeline = self._pipeline
@@ -144,12 +140,6 @@ class _Strategy(RoundPipeStrategy):
         pipeline.step = 0
         for unit in pipeline.store.units:
             pipeline.gradients.hand_over(unit)
-
-    @property
-    def way(self) -> tuple[str, Any]:
-        """How a batch is split, and its losses are weighed."""
-        splitter = self._splitter
-        return (self.split, self.loss_weight) if splitter is None else (splitter.way, splitter.loss_weight)
 
     def pieces(self, batch: Any) -> tuple[list[Any], list[int], list[float]]:
         """The microbatches that ``training_step`` sees, their sizes and weights."""

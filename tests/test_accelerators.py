@@ -180,11 +180,26 @@ def test_gpus() -> None:
 def test_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
     """By torch's device-neutral API, whatever kind of device it is."""
     calls: list[str] = []
-    module = SimpleNamespace(init=lambda: calls.append("init"), default_generators=("g0", "g1", "g2"))
+    module = SimpleNamespace(
+        init=lambda: calls.append("init"),
+        default_generators=("g0", "g1", "g2"),
+        max_memory_allocated=lambda device: 1000 + device.index,
+    )
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     device = hardware_of(torch.device("xpu", 2))
     assert isinstance(device, TorchHardware) and device.generator == "g2" and device.name == "xpu:2"
-    assert calls == ["init"]
+    assert calls == ["init"] and device.peak_memory() == 1002
+
+    class Event:
+        def __init__(self, torch_device: torch.device, *, enable_timing: bool) -> None:
+            calls.append(f"event of {torch_device}, {enable_timing}")
+
+        def record(self, stream: str) -> None:
+            calls.append(f"recorded on {stream}")
+
+    monkeypatch.setattr(torch, "Event", Event)
+    assert isinstance(device.timestamp("compute"), Event)
+    assert calls[1:] == ["event of xpu:2, True", "recorded on compute"]
     assert hardware_of(torch.device("meta", 1)) is simulated_device(torch.device("meta", 1))
     with pytest.raises(ValueError, match="has no index"):
         hardware_of(torch.device("cuda"))

@@ -57,7 +57,7 @@ def test_optimizer(benchmark: Any) -> None:
 
 
 def test_steady(benchmark: Any) -> None:
-    rows = benchmark("steady").measure(steps=10, width=8, layers=2)
+    rows = benchmark("steady").measure(steps=10, width=8, layers=2, rounds=1)
     assert [row.measured for row in rows if row.what.startswith("new threads")] == [0]
 
 

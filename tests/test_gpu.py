@@ -148,6 +148,13 @@ def test_nothing_stays() -> None:
     assert torch.accelerator.memory_allocated() == before
 
 
+def test_waits_for_uploads_and_memory_are_measured() -> None:
+    report = fit(Net(), data(12), pipeline()).strategy.report()
+    for row in report.devices:
+        assert row.upload_wait_seconds is not None and 0 <= row.upload_wait_seconds < report.training_seconds
+        assert row.peak_memory is not None and row.peak_memory > 0
+
+
 def test_out_of_memory_and_again() -> None:
     """The same process goes on with smaller microbatches."""
     gc.collect()

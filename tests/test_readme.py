@@ -13,6 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.devices import Traffic
+from lightning_roundpipe.host_need import HostBytes, bytes_of_trained
+from lightning_roundpipe.monitor import Counts, metrics_between
 from lightning_roundpipe.report import DeviceRow, LayerRow, PipelineReport
 
 ROOT = Path(__file__).parents[1]
@@ -46,6 +49,26 @@ def test_options_are_the_constructors() -> None:
     of_any_strategy = {"accelerator", "checkpoint_io", "precision_plugin"}
     expected = [(p.name, repr(p.default).replace("'", '"')) for p in parameters if p.name not in of_any_strategy]
     assert [(name, default) for name, default, _ in table("option")] == expected
+
+
+def test_metrics_are_those_that_are_logged() -> None:
+    """By a batch of two devices with memory of their own, and one with labels; of devices the first."""
+    report = PipelineReport(
+        [], [DeviceRow(f"meta:{i}", 1.0, 1, Traffic(), 0.5, 10**9) for i in range(2)], 2, 1, 2.0, 2.0, 0.5
+    )
+    counts = Counts()
+    counts.add({"x": torch.zeros(2, 3), "labels": torch.zeros(2, 3, dtype=torch.long)})
+    logged = [*metrics_between(None, report, counts), "host_memory_GB"]
+    assert {name for name, _ in table("metric")} == {f"roundpipe/{name}" for name in logged if "device1" not in name}
+
+
+@pytest.mark.parametrize("row", table("precision"), ids=lambda row: row[0].strip('"'))
+def test_host_memory_is_what_is_counted_before_training(row: list[str]) -> None:
+    mixed = row[0].strip('"').endswith("mixed")
+    parameters, gradients, optimizer, *copies, _, _ = (int(cell) for cell in row[1:])
+    for staleness in (0, 1):
+        counted = bytes_of_trained(parameters, mixed=mixed, staleness=staleness)
+        assert counted == HostBytes(parameters, gradients, optimizer, copies[staleness])
 
 
 class HostMemory(L.LightningModule):

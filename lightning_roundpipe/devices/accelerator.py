@@ -18,7 +18,7 @@ and what comes down, comes to pinned memory.
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from lightning_roundpipe.devices.base import Device, Event, Hardware, Stopwatch,
 from lightning_roundpipe.devices.cpu import copy_with_strides
 from lightning_roundpipe.devices.file_pages import is_on_file, release_file_pages
 from lightning_roundpipe.devices.pinned import dense_strides
+from lightning_roundpipe.devices.stream_waits import StreamWaits
 
 STREAMS = ("compute", "parameters up", "inputs up", "down")
 """What each stream of a device does."""
@@ -41,11 +42,14 @@ class AcceleratorDevice(Device):
     Args:
         hardware: The accelerator.
         peers: All devices of the pipeline, by where their tensors are. This one joins them.
+        times_uploads: Whether it is measured how long computing waits for uploads.
     """
 
     shares_host_generator = True
 
-    def __init__(self, hardware: Hardware, peers: "dict[torch.device, AcceleratorDevice]") -> None:
+    def __init__(
+        self, hardware: Hardware, peers: "dict[torch.device, AcceleratorDevice]", *, times_uploads: bool = False
+    ) -> None:
         super().__init__()
         self.hardware: Hardware = hardware
         self.name = hardware.name
@@ -73,6 +77,15 @@ class AcceleratorDevice(Device):
         """That of the last call."""
         self._held_before = hardware.held_memory()
         """Bytes that are not the pipeline's."""
+        self._waits = StreamWaits(hardware, self._compute) if times_uploads else None
+
+    @property
+    def upload_wait_seconds(self) -> float | None:  # type: ignore[override]
+        return None if self._waits is None else self._waits.seconds
+
+    @property
+    def peak_memory(self) -> int:  # type: ignore[override]
+        return self.hardware.peak_memory()
 
     @property
     def streams(self) -> dict[str, Stream]:
@@ -93,6 +106,8 @@ class AcceleratorDevice(Device):
     def _begin_stage(self) -> None:
         before, last = self._stages_begun
         before.synchronize()  # the host is at most two stages ahead
+        if self._waits is not None:
+            self._waits.collect()
         self._free_slot(last)
         self._stages_begun = [last, self._compute.record_event()]
         self._gradients_before = self._gradients_down
@@ -121,6 +136,8 @@ class AcceleratorDevice(Device):
     def settle(self) -> None:
         for stream in (self._parameters, self._inputs, self._compute, self._downloads):
             stream.record_event().synchronize()
+        if self._waits is not None:
+            self._waits.collect()
 
     def let_go(self) -> None:
         self._slots = [{}, {}]
@@ -165,7 +182,8 @@ class AcceleratorDevice(Device):
         return there
 
     def _wait_for_upload(self, event: Event) -> None:
-        self._wait_for(event)
+        with self._waits.measured() if self._waits is not None else nullcontext():
+            self._wait_for(event)
 
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         peer = self._peers.get(place)

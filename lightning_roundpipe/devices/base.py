@@ -45,6 +45,16 @@ class Event(Protocol):
         """The host waits until the work before it is done."""
 
 
+class Timestamp(Protocol):
+    """An event that knows when it was: ``torch.Event(enable_timing=True)``, or a simulated device's."""
+
+    def query(self) -> bool:
+        """Whether it has been."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this one to another one. Both have been."""
+
+
 class Stream(Protocol):
     """Work of a device that is done in its order: ``torch.Stream``, or a simulated device's."""
 
@@ -115,6 +125,9 @@ class Hardware(Protocol):
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Within it, this thread's work on the device goes to a stream. May be entered again."""
 
+    def timestamp(self, stream: Any) -> "Timestamp":
+        """The time at which a stream has done what it was given so far."""
+
     def in_thread(self) -> AbstractContextManager[Any]:
         """Around what a thread does with tensors on such devices."""
 
@@ -165,6 +178,12 @@ class Device(ABC):
 
     is_host = False
     """Whether its memory is the host's."""
+
+    upload_wait_seconds: float | None = None
+    """How long its layers have waited for what was on its way up, where that is measured."""
+
+    peak_memory: int | None = None
+    """The most bytes that it has held at a time, where its memory is its own."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()

@@ -67,6 +67,12 @@ class TorchHardware:
         """For the work of a stream."""
         return EventStopwatch(stream)
 
+    def timestamp(self, stream: torch.Stream) -> torch.Event:
+        """The time at which a stream has done what it was given so far."""
+        event = torch.Event(self.torch_device, enable_timing=True)
+        event.record(stream)
+        return event
+
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Pinned memory for a tensor of this shape and these strides."""
         runtime = torch.cuda.cudart() if self.torch_device.type == "cuda" else None

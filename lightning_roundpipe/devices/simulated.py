@@ -34,7 +34,7 @@ from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.devices.simulated_autocast import KEYS, autocast_as_on_the_host, watching_casts
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
 from lightning_roundpipe.devices.simulated_random import keep_random_states
-from lightning_roundpipe.devices.simulated_streams import SimulatedStream, Uses, current_stream
+from lightning_roundpipe.devices.simulated_streams import SimulatedEvent, SimulatedStream, Uses, current_stream
 from lightning_roundpipe.devices.stopwatch import HostStopwatch
 
 _aten = torch.ops.aten
@@ -107,6 +107,10 @@ class SimulatedDevice:
     def on(self, stream: SimulatedStream) -> AbstractContextManager[Any]:
         """Within it, this thread's operations go to a stream."""
         return stream
+
+    def timestamp(self, stream: SimulatedStream) -> SimulatedEvent:
+        """When a stream has done its work so far, by the modelled durations."""
+        return stream.record_event()
 
     def in_thread(self) -> AbstractContextManager[None]:
         """Around what a thread does with its tensors."""

@@ -106,6 +106,16 @@ class SimulatedEvent:
         """Whether the host knows that it has come."""
         return all(stream.has_done(number) for stream, number in self.known.items())
 
+    def elapsed_time(self, end: "SimulatedEvent") -> float:
+        """Milliseconds to another event, by the modelled durations.
+
+        Raises:
+            StreamOrderError: When the host does not know that both have come.
+        """
+        if not (self.query() and end.query()):
+            raise StreamOrderError("The time between two events is not known before both have come.")
+        return 1000 * (end.seconds - self.seconds)
+
 
 def current_stream(device: str) -> SimulatedStream | None:
     """The stream that this thread has chosen for a device, if any."""

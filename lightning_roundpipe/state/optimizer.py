@@ -159,6 +159,15 @@ class OptimizerWorker:
                 self._idle.notify_all()
 
     def _step(self, job: StepJob) -> None:
+        with self._monitor.lock:
+            self._store.step_waits.begin_step()
+        try:
+            self._make(job)
+        finally:
+            with self._monitor.lock:
+                self._store.step_waits.end_step()
+
+    def _make(self, job: StepJob) -> None:
         if self._average is not None:
             with job.recorded("average over processes"):
                 self._average()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device, Event
+from lightning_roundpipe.pipeline.measuring import StepWaits
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.turnstile import Monitor
 
@@ -77,6 +78,7 @@ class ParameterStore:
         self.host_memory = host_memory or _ordinary_memory
         self.enqueued = 0
         """Number of optimizer steps handed in so far. Only the main thread writes it."""
+        self.step_waits = StepWaits()
         self._monitor = monitor
         self.units: list[Unit] = []
         self._unit_of: dict[int, Unit] = {}
@@ -218,7 +220,7 @@ class ParameterStore:
         """Waits, for a batch, until the units have been stepped and published at least to the version."""
         for unit in units:
             if unit.done < version:  # reading an int needs no lock, and it only grows
-                with self._monitor.lock:
+                with self._monitor.lock, self.step_waits.waiting():
                     self._monitor.wait_for(unit.changed, partial(_has_reached, unit, version), batch)
 
     def note_upload(self, layer: Layer, device: Device) -> None:
