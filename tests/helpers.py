@@ -5,10 +5,12 @@ accumulation, or a plain loop of autograd and `torch.optim`.
 """
 
 import copy
+import csv
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -309,3 +311,13 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], toleran
             assert error <= tolerance * max(float(value.abs().max()), 1e-4 * largest), (
                 f"{name}: {error} of {value.abs().max()}"
             )
+
+
+def logged_rows(folder: Path) -> list[dict[str, str]]:
+    """What the CSVLogger has written there of the module's and Lightning's own; the pipeline's metrics have rows of
+    their own.
+    """
+    with (folder / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    own = [row for row in rows if not row.get("roundpipe/bubble")]
+    return [{name: text for name, text in row.items() if not name.startswith("roundpipe/")} for row in own]

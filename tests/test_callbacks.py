@@ -5,7 +5,6 @@ everything must be equal, what the callback has made included; and plain Lightni
 accumulation, whose weights must be equal.
 """
 
-import csv
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -19,7 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from callback_table import PATH, Row, page
-from helpers import Batches, RoundPipeStrategy, assert_equal, optimizer_states, split, trainer_for, weights
+from helpers import Batches, RoundPipeStrategy, assert_equal, logged_rows, optimizer_states, split, trainer_for, weights
 from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
@@ -145,10 +144,7 @@ def nothing(callback: Callback, trainer: L.Trainer, folder: Path) -> None:
 
 def logged(folder: Path, *, values: bool = True) -> list[dict[str, str]]:
     """Rows of the log: of times only what there is one of."""
-    with (folder / "metrics.csv").open() as file:
-        return [
-            {name: text if values else str(bool(text)) for name, text in row.items()} for row in csv.DictReader(file)
-        ]
+    return [{name: text if values else str(bool(text)) for name, text in row.items()} for row in logged_rows(folder)]
 
 
 def saved(path: Path | str) -> dict[str, Any]:

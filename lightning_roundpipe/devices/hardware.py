@@ -103,15 +103,10 @@ class TorchHardware:
     def mark(self, stream: torch.Stream) -> Mark:
         """Marks the end of what a stream was given so far."""
         if self._reference is None:
-            reference = self._timed_event(stream)
+            reference = self.timestamp(stream)
             reference.synchronize()
             self._reference = reference, time.perf_counter()
-        return partial(self._seconds, self._timed_event(stream), *self._reference)
-
-    def _timed_event(self, stream: torch.Stream) -> torch.Event:
-        event = torch.Event(self.torch_device, enable_timing=True)
-        event.record(stream)
-        return event
+        return partial(self._seconds, self.timestamp(stream), *self._reference)
 
     def _seconds(self, event: torch.Event, reference: torch.Event, at: float) -> float:
         event.synchronize()

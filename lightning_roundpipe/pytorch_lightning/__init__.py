@@ -18,6 +18,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING
 
+import pytorch_lightning.callbacks
 import pytorch_lightning.strategies
 from packaging.version import Version
 
@@ -26,7 +27,15 @@ from lightning_roundpipe.pipeline.tape import RecomputeError
 from lightning_roundpipe.timeline import Timeline
 from lightning_roundpipe.verification import Verification
 
-__all__ = ["RecomputeError", "RoundPipeStrategy", "Timeline", "UnsplittableBatchError", "Verification", "verify"]
+__all__ = [
+    "PipelineMonitor",
+    "RecomputeError",
+    "RoundPipeStrategy",
+    "Timeline",
+    "UnsplittableBatchError",
+    "Verification",
+    "verify",
+]
 
 if Version(pytorch_lightning.__version__) < Version("2.6"):
     raise ImportError(f"pytorch_lightning 2.6 or newer is needed, and {pytorch_lightning.__version__} is installed.")
@@ -77,13 +86,18 @@ class _Finder(MetaPathFinder):
 sys.meta_path.append(_Finder())
 
 if TYPE_CHECKING:
+    from lightning_roundpipe.monitor import PipelineMonitor as _PipelineMonitor
     from lightning_roundpipe.strategy import RoundPipeStrategy as _RoundPipeStrategy
     from lightning_roundpipe.verify import verify
+
+    class PipelineMonitor(_PipelineMonitor, pytorch_lightning.callbacks.Callback):  # type: ignore[misc]
+        """As type checkers see it: fit for the other Trainer."""
 
     class RoundPipeStrategy(_RoundPipeStrategy, pytorch_lightning.strategies.Strategy):  # type: ignore[misc]
         """As type checkers see it: fit for the other Trainer."""
 
 else:
+    from lightning_roundpipe.pytorch_lightning.monitor import PipelineMonitor
     from lightning_roundpipe.pytorch_lightning.strategy import RoundPipeStrategy
     from lightning_roundpipe.pytorch_lightning.verify import verify
 
