@@ -144,10 +144,16 @@ def nothing(callback: Callback, trainer: L.Trainer, folder: Path) -> None:
 
 
 def logged(folder: Path, *, values: bool = True) -> list[dict[str, str]]:
-    """Rows of the log: of times only what there is one of."""
+    """Rows of the log: of times only what there is one of. Those of the pipeline's own monitor are left out."""
     with (folder / "metrics.csv").open() as file:
         return [
-            {name: text if values else str(bool(text)) for name, text in row.items()} for row in csv.DictReader(file)
+            {
+                name: text if values else str(bool(text))
+                for name, text in row.items()
+                if not name.startswith("roundpipe/")
+            }
+            for row in csv.DictReader(file)
+            if not row.get("roundpipe/bubble")
         ]
 
 
