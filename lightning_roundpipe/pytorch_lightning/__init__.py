@@ -23,9 +23,18 @@ from packaging.version import Version
 
 from lightning_roundpipe.microbatch import UnsplittableBatchError
 from lightning_roundpipe.pipeline.tape import RecomputeError
+from lightning_roundpipe.timeline import Timeline
 from lightning_roundpipe.verification import Verification
 
-__all__ = ["RecomputeError", "RoundPipeStrategy", "UnsplittableBatchError", "Verification", "verify"]
+__all__ = [
+    "PipelineMonitor",
+    "RecomputeError",
+    "RoundPipeStrategy",
+    "Timeline",
+    "UnsplittableBatchError",
+    "Verification",
+    "verify",
+]
 
 if Version(pytorch_lightning.__version__) < Version("2.6"):
     raise ImportError(f"pytorch_lightning 2.6 or newer is needed, and {pytorch_lightning.__version__} is installed.")
@@ -76,6 +85,7 @@ class _Finder(MetaPathFinder):
 sys.meta_path.append(_Finder())
 
 if TYPE_CHECKING:
+    from lightning_roundpipe.monitor import PipelineMonitor
     from lightning_roundpipe.strategy import RoundPipeStrategy as _RoundPipeStrategy
     from lightning_roundpipe.verify import verify
 
@@ -83,6 +93,7 @@ if TYPE_CHECKING:
         """As type checkers see it: fit for the other Trainer."""
 
 else:
+    from lightning_roundpipe.pytorch_lightning.monitor import PipelineMonitor
     from lightning_roundpipe.pytorch_lightning.strategy import RoundPipeStrategy
     from lightning_roundpipe.pytorch_lightning.verify import verify
 
