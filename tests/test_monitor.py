@@ -15,7 +15,7 @@ from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import MLP, batches_of, causal, gpt2, vectors
 
-from lightning_roundpipe import PipelineMonitor, RoundPipeStrategy
+from lightning_roundpipe import PipelineMonitor, RoundPipeStrategy, Timeline
 from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.devices.simulated_streams import StreamOrderError
 from lightning_roundpipe.devices.stream_waits import StreamWaits
@@ -62,7 +62,9 @@ class Kept(Logger):
 
 
 class Compared(Kept):
-    """Compares what it is given with the pipeline's own sums at that moment, when nothing is under way."""
+    """Compares what it is given with the pipeline's own sums at that moment, when nothing is under way, and with those
+    of the timeline.
+    """
 
     def __init__(self, monitor: PipelineMonitor, samples: int) -> None:
         super().__init__()
@@ -86,6 +88,8 @@ class Compared(Kept):
             earlier = before.devices[index].busy_seconds if before else 0.0
             busy.append((device.busy_seconds - earlier) / seconds)
             assert row[f"device{index}_busy"] == busy[-1]
+            calls = self.trainer.strategy.pipeline.recording.calls
+            assert device.busy_seconds == sum(call.end - call.start for call in calls if call.device == index)
         assert row["bubble"] == 1 - sum(busy) / len(busy)
         up = sum(device.traffic.up for device in now.devices)
         up -= sum(device.traffic.up for device in before.devices) if before else 0
@@ -107,10 +111,16 @@ def train(
 
 
 @pytest.mark.parametrize("every", [1, 4])
-def test_metrics_are_the_pipeline_s_own_sums(every: int) -> None:
+def test_metrics_are_the_pipeline_s_own_sums(every: int, tmp_path: Path) -> None:
     monitor = PipelineMonitor()
     logger = Compared(monitor, samples=6)
-    strategy = RoundPipeStrategy(microbatches=3, split="step", background_step=False)  # at rest at a batch's end
+    timeline = Timeline(tmp_path / "timeline.json", batches=range(25))
+    strategy = RoundPipeStrategy(
+        microbatches=3,
+        split="step",
+        background_step=False,
+        timeline=timeline,  # at rest at a batch's end
+    )
     trainer = L.Trainer(
         strategy=strategy, accelerator="cpu", devices=2, max_epochs=2, logger=logger, callbacks=[monitor],
         log_every_n_steps=every, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
