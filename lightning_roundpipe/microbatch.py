@@ -423,7 +423,7 @@ def count_tokens(batch: Any) -> int | None:
     except ValueError:
         return None
     found = tensors(labels)
-    if not found or any(tensor.dim() < 2 or tensor.is_floating_point() for tensor in found):
+    if not found or any(t.dim() < 2 or t.is_floating_point() or t.layout != torch.strided for t in found):
         return None
     return int(_count_labels(batch))
 

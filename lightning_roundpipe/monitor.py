@@ -36,9 +36,12 @@ class PipelineMonitor(Callback):
 
     def __init__(self, metrics: bool = True) -> None:
         self.metrics = metrics
+        self._advised = False
         self._begin_anew()
 
-    def _begin_anew(self) -> None:
+    def _begin_anew(self, pipeline: Pipeline | None = None) -> None:
+        self._pipeline = pipeline
+        """What it tells of. A strategy builds another one where modules were replaced, by pruning, say."""
         self.logged: PipelineReport | None = None
         """The strategy's report when metrics were logged the last time."""
         self._batches = self._microbatches = 0
@@ -57,6 +60,10 @@ class PipelineMonitor(Callback):
 
     def on_train_start(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
         self._begin_anew()
+        self._advised = False
+
+    def on_train_end(self, trainer: "pl.Trainer", pl_module: "pl.LightningModule") -> None:
+        self._pipeline = None
 
     def on_train_batch_end(
         self, trainer: "pl.Trainer", pl_module: "pl.LightningModule", outputs: Any, batch: Any, batch_idx: int
@@ -65,6 +72,8 @@ class PipelineMonitor(Callback):
         pipeline = strategy.pipeline
         if pipeline is None or not trainer.is_global_zero:  # manual optimization
             return
+        if pipeline is not self._pipeline:
+            self._begin_anew(pipeline)
         if pipeline.batches == self._batches:
             return  # a batch without the pipeline
         self._batches = pipeline.batches
@@ -74,7 +83,8 @@ class PipelineMonitor(Callback):
                 rank_zero_info(f"roundpipe: {stages_in_words(plan)}")
         if self._batches == _WARM:
             self._warm = strategy.report()
-        if self._batches == _ADVISED and self._warm is not None:
+        if self._batches == _ADVISED and self._warm is not None and not self._advised:
+            self._advised = True
             seen = observed(pipeline, self._microbatches, strategy.way[0], self._warm, strategy.report())
             for message in advise(seen):
                 rank_zero_info(f"roundpipe: {message}")

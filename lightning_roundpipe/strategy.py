@@ -370,6 +370,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             memory_limit=memory_limit(self.device_memory, devices),
             refuses=self.device_memory != "auto",
         )
+        self._started, self._validation_seconds = time.perf_counter(), 0.0
+        self._pipeline = pipeline  # from now on its threads are closed, whatever comes
         if self.staleness and "stale" in restored:
             pipeline.store.load_stale_values(restored["stale"])
         pipeline.on_serial = _say_serial
@@ -393,8 +395,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._fresh_metrics = {}
         self._communicates = False
         self._gradients_unused = False
-        self._started, self._validation_seconds = time.perf_counter(), 0.0
-        self._pipeline = pipeline
         self.steps_in_background = self._may_step_in_background(trainer)
         if simulated and any(layer.compiled is not None for layer in pipeline.layers):
             rank_zero_warn(

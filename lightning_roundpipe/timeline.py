@@ -75,7 +75,6 @@ class TimelineWriter:
         say: Callable[[str], None],
         warn: Callable[[str], None],
     ) -> None:
-        Path(timeline.path).parent.mkdir(parents=True, exist_ok=True)
         self.recording: Recording = Recording(timeline.batches)
         self._timeline = timeline
         self._pipeline = pipeline
@@ -130,6 +129,7 @@ class TimelineWriter:
         path, pipeline = Path(self._timeline.path), self._pipeline
         devices, layers = [d.name for d in pipeline.devices], [layer.name for layer in pipeline.layers]
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(trace(self.recording, devices, layers), ensure_ascii=False), encoding="utf-8")
             try:
                 draw_charts(charts(self.recording, devices), self._timeline.picture)

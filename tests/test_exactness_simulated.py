@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import CNN, MLP, batches_of, pictures, vectors
 from test_exactness import MODELS, NOISY, OPTIMIZERS, data, make
 from test_precision import scaled
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -266,3 +266,32 @@ def test_a_layer_that_a_checkpoint_cannot_find_again(monkeypatch: pytest.MonkeyP
 def test_scripts_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"'script': a script .* Use the module that it was made of"):
         fit_pipeline(outside.make(outside.ScriptBetweenLayers), outside.data(), 2)
+
+
+class Borrows(nn.Module):
+    """Uses a parameter of a module that is none of its own."""
+
+    def __init__(self, lender: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.__dict__["lender"] = lender
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x) * self.lender.weight[0])
+
+
+class Borrowed(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lender = nn.Linear(8, 1)
+        self.net[3] = Borrows(self.lender)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_parameter_of_another_module(devices: int) -> None:
+    """It stays in host memory, and so does its gradient."""
+    results = []
+    for train in (fit_microbatches, partial(fit_pipeline, devices=devices)):
+        torch.manual_seed(0)
+        results.append(result(train(Borrowed().double(), batches_of(vectors, 3, 6), 3)))
+    assert_equal(*results)

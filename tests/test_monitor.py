@@ -8,13 +8,14 @@ import lightning as L
 import pytest
 import torch
 from helpers import Batches, fit
-from lightning.pytorch.callbacks import ModelSummary, RichModelSummary
+from lightning.pytorch.callbacks import ModelPruning, ModelSummary, RichModelSummary
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from models import MLP, batches_of, causal, gpt2, vectors
 
 from lightning_roundpipe import PipelineMonitor, RoundPipeStrategy, Timeline
+from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.devices.simulated_streams import StreamOrderError
 from lightning_roundpipe.devices.stream_waits import StreamWaits
@@ -141,6 +142,25 @@ def test_beside_the_next_batch_they_add_up_all_the_same() -> None:
     for before, after in zip(logged.devices, end.devices, strict=True):
         assert 0 < before.busy_seconds <= after.busy_seconds and before.traffic.up <= after.traffic.up
     assert all(row["optimizer_lag"] >= 0 for row in logger.rows.values())
+
+
+@pytest.mark.parametrize("every", [1, 3, 4])
+def test_modules_replaced_between_epochs(every: int) -> None:
+    """The pipeline is built anew, and begins to count anew."""
+    logger = Kept()
+    trainer = L.Trainer(
+        strategy=RoundPipeStrategy(microbatches=3, split="step"), accelerator="cpu", devices=2, max_epochs=3,
+        logger=logger, callbacks=[ModelPruning("l1_unstructured", amount=0.2)], log_every_n_steps=every,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(MLP(), Batches(BATCHES[:4]))
+    assert list(logger.rows) == list(range(every - 1, 12, every))
+    assert all(value >= 0 for row in logger.rows.values() for name, value in row.items() if name != "bubble")
+
+
+def test_labels_that_cannot_be_counted() -> None:
+    labels = torch.ones(2, 3, dtype=torch.long)
+    assert mb.count_tokens({"labels": labels}) == 6 and mb.count_tokens({"labels": labels.to_sparse()}) is None
 
 
 def test_csv_logger(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -419,11 +420,15 @@ def test_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cap
     assert line.startswith("roundpipe: batches 0 to 4 as a trace") and "pip install 'lightning_roundpipe[plot]'" in line
 
 
-def test_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "t.json").mkdir()
+@pytest.mark.parametrize("below", [False, True])
+def test_that_cannot_be_written(below: bool, tmp_path: Path) -> None:
+    """A folder has the file's name, or a file the folder's."""
+    path = tmp_path / "t.json"
+    path.write_text("") if below else path.mkdir()
+    before = threading.active_count()
     with pytest.warns(UserWarning, match="the timeline could not be written"):
-        trainer = record(tmp_path / "t.json")
-    assert trainer.global_step == BATCHES
+        trainer = record(path / "t.json" if below else path)
+    assert trainer.global_step == BATCHES and threading.active_count() == before
 
 
 def test_of_no_batch(tmp_path: Path) -> None:

@@ -557,20 +557,17 @@ class Call:
                 outputs.append(output)
                 seeds.append(device.send(gradient, device.torch_device))
         targets: list[Any] = list(graph.inputs)
+        own: list[tuple[Tensor, Tensor]] = []
         masters: list[Tensor] = []
         if parameters:
-            for master, leaf in zip(self.layer.parameters, graph.parameters, strict=True):
-                if leaf.requires_grad:
-                    masters.append(master)
-                    targets.append(leaf)
+            pairs = zip(self.layer.parameters, graph.parameters, strict=True)
+            own = [(master, leaf) for master, leaf in pairs if leaf.requires_grad]
             foreign = [parameter for parameter in self.layer.traits.foreign if parameter.requires_grad]
-            masters += foreign
-            targets += foreign
+            masters = [*(master for master, _ in own), *foreign]
+            targets += [*(leaf for _, leaf in own), *foreign]
         if not outputs or not targets:
             return [None] * len(graph.inputs), []
-        listening = (
-            _NOTHING if sums is None else sums.listening(zip(masters, targets[len(graph.inputs) :], strict=True))
-        )
+        listening = _NOTHING if sums is None else sums.listening(own)  # others' parameters are in host memory
         with device.running(), listening:
             device.begin_gradients()
             try:
