@@ -171,6 +171,7 @@ class BatchSplitter:
                 self._cut(batch)  # what it raises is for the user to see
         self._settle()
         why = "because that was asked for"
+        otherwise = "split='step' would be faster, but is right only for losses that are means over samples."
         try:
             if self._asked != "model":
                 with undone(module):
@@ -191,6 +192,7 @@ class BatchSplitter:
                     return  # a single sample
                 else:
                     why = "because the batch has no dimension of samples that all of it shares"
+                    otherwise = "With a method `split(self, batch, microbatches)` of the module, the step may be split."
             layers = [layer.module for layer in pipeline.layers]
             splits = find_split_calls(module, layers, batch, self._microbatches, loss_of)
         except mb.UnsplittableBatchError:
@@ -218,7 +220,7 @@ class BatchSplitter:
         called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
         rank_zero_info(
             f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches."
-            " split='step' would be faster, but is right only for losses that are means over samples."
+            f" {otherwise}"
         )
 
     def _decide_for_step(self, evidence: Evidence) -> None:
