@@ -280,7 +280,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _wait_backward(self) -> None:
         if self._pipeline is not None:
-            with self._phase("backward"):
+            with self._phase("backward_wait"):
                 self._pipeline.wait_backward()
 
     def _average(self, pipeline: Pipeline) -> None:
@@ -849,7 +849,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
-        """The main thread waits for the pipeline. Profilers and the timeline show how long."""
+        """The main thread waits for the pipeline. Profilers and the timeline show how long. No name is one that
+        Lightning gives, such as ``backward``: to profilers an action is open once."""
         trainer, start = self._trainer, time.perf_counter()
         profiler: Any = None if trainer is None else trainer.profiler  # type: ignore[attr-defined]
         with nullcontext() if profiler is None else profiler.profile(f"[Strategy]{type(self).__name__}.{name}"):

@@ -11,6 +11,7 @@ from functools import cache
 import pytest
 import torch
 from helpers import SIMULATED
+from hypothesis import settings
 from lightning.fabric.utilities import registry
 
 torch.set_num_threads(1)
@@ -18,6 +19,9 @@ if SIMULATED:  # the CPU has a kernel of its own for attention, which rounds oth
     torch.backends.cuda.enable_flash_sdp(False)
 # Every Trainer looks through all installed packages for callbacks of theirs, which takes most of its construction.
 registry.entry_points = cache(registry.entry_points)
+# How long an example takes depends on what else the machine does.
+settings.register_profile("any time", deadline=None)
+settings.load_profile("any time")
 # A shell lets what it starts in the background ignore Ctrl-C, and Python would go on to.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -232,6 +232,7 @@ def test_what_the_user_sees_is_on_the_host() -> None:
 )  # fmt: skip
 def test_functions_and_checkpoints_between_layers(kind: type, devices: int) -> None:
     """Each gradient is where its tensor is, and a checkpoint runs layers again where they ran."""
+    torch.set_default_dtype(torch.float64)  # as in those suites, which keep what they expect
     suite = outside if issubclass(kind, outside.Outside) else habits
     assert_equal(suite.trained(kind, 3, devices), suite.expected(kind, 3))
 
@@ -247,6 +248,7 @@ def test_functions_and_checkpoints_between_layers(kind: type, devices: int) -> N
 )  # fmt: skip
 def test_inputs_that_are_changed_in_place(kind: type, devices: int) -> None:
     """On their way to host memory, or to another device, they are still what they were."""
+    torch.set_default_dtype(torch.float64)
     assert_equal(habits.trained(kind, 3, devices), habits.expected(kind, 3))
 
 

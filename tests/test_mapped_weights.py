@@ -16,15 +16,13 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import fit
+from helpers import fit, one_layer_a_stage
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.devices.file_pages import release_file_pages
-from lightning_roundpipe.schedules import Scheduler
-from lightning_roundpipe.schedules.partition import Partition
 
 LAYERS, WIDTH, RANK = 24, 2048, 4
 MIB = 2**20
@@ -88,17 +86,11 @@ def mapped(path: str, width: int) -> Model:
     return model
 
 
-def one_layer_a_stage(_: Scheduler, forward: Any, backward: Any, *, fused: bool = True) -> Partition:
-    ranges = [range(i, i + 1) for i in range(len(forward))]
-    return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
-
-
 def train(path: str, simulated: bool, precision: str, staleness: int) -> dict[str, Any]:
     """Maps the weights and trains. Returns by how many bytes the process has grown at most, by kind, what simulated
     devices have held at most, and the size of all that is trained."""
     torch.set_num_threads(1)
-    Scheduler.partition = one_layer_a_stage  # type: ignore[method-assign]  # whatever the layers' time
-    Scheduler.can_be_planned = False
+    one_layer_a_stage(pytest.MonkeyPatch())  # to the end of the process
     hardware = [SimulatedDevice(0), SimulatedDevice(1)] if simulated else None
 
     def run(model: Model, width: int, callbacks: list[L.Callback]) -> L.Trainer:

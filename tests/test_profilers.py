@@ -188,7 +188,7 @@ def test_phases() -> None:
     }
     assert len(times["forward"]) == len(times["training_step"]) == BATCHES
     assert all(part < whole for part, whole in zip(times["forward"], times["training_step"], strict=True))
-    assert times["backward"] and times["optimizer_wait"]
+    assert times["backward_wait"] and times["optimizer_wait"]
 
 
 @pytest.mark.parametrize("split", ["step", "model"])
