@@ -1,6 +1,7 @@
 """What people see: metrics in their loggers, equal to the pipeline's own sums; the table at the start; advice."""
 
 import csv
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -320,7 +321,7 @@ def test_waits_count_while_a_step_is_at_work(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_stream_s_waits() -> None:
     device = SimulatedDevice(0, bandwidth=1000.0)
     compute, copies = device.stream("compute"), device.stream("copies")
-    waits = StreamWaits(device, compute)
+    waits = StreamWaits(partial(device.timestamp, compute))
     device.count(device.up, 3000, copies)
     with waits.measured():
         compute.wait_event(copies.record_event())

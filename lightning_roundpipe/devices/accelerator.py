@@ -77,14 +77,14 @@ class AcceleratorDevice(Device):
         """That of the last call."""
         self._held_before = hardware.held_memory()
         """Bytes that are not the pipeline's."""
-        self._waits = StreamWaits(hardware, self._compute) if times_uploads else None
+        self._waits = StreamWaits(partial(hardware.timestamp, self._compute)) if times_uploads else None
 
     @property
-    def upload_wait_seconds(self) -> float | None:  # type: ignore[override]
+    def upload_wait_seconds(self) -> float | None:
         return None if self._waits is None else self._waits.seconds
 
     @property
-    def peak_memory(self) -> int:  # type: ignore[override]
+    def peak_memory(self) -> int | None:
         return self.hardware.peak_memory()
 
     @property

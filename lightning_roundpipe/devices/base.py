@@ -125,7 +125,7 @@ class Hardware(Protocol):
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """Within it, this thread's work on the device goes to a stream. May be entered again."""
 
-    def timestamp(self, stream: Any) -> "Timestamp":
+    def timestamp(self, stream: Any) -> Timestamp:
         """The time at which a stream has done what it was given so far."""
 
     def in_thread(self) -> AbstractContextManager[Any]:
@@ -179,14 +179,18 @@ class Device(ABC):
     is_host = False
     """Whether its memory is the host's."""
 
-    upload_wait_seconds: float | None = None
-    """How long its layers have waited for what was on its way up, where that is measured."""
-
-    peak_memory: int | None = None
-    """The most bytes that it has held at a time, where its memory is its own."""
-
     def __init__(self) -> None:
         self.traffic = Traffic()
+
+    @property
+    def upload_wait_seconds(self) -> float | None:
+        """How long its layers have waited for what was on its way up, or None where that is not measured."""
+        return None
+
+    @property
+    def peak_memory(self) -> int | None:
+        """The most bytes that it has held at a time, or None where its memory is not its own."""
+        return None
 
     @abstractmethod
     def begin_call(self, stage: Hashable) -> None:

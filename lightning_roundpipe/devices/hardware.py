@@ -65,7 +65,7 @@ class TorchHardware:
 
     def stopwatch(self, stream: torch.Stream) -> EventStopwatch:
         """For the work of a stream."""
-        return EventStopwatch(stream)
+        return EventStopwatch(partial(self.timestamp, stream))
 
     def timestamp(self, stream: torch.Stream) -> torch.Event:
         """The time at which a stream has done what it was given so far."""

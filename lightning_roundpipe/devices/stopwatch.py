@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
-import torch
+from lightning_roundpipe.devices.base import Timestamp
 
 
 class HostStopwatch:
@@ -30,14 +30,14 @@ class EventStopwatch:
     come to the last of them.
 
     Args:
-        stream: The stream.
+        now: Notes when the stream has done what it was given so far; see :meth:`Hardware.timestamp`.
     """
 
-    def __init__(self, stream: torch.Stream) -> None:
+    def __init__(self, now: Callable[[], Timestamp]) -> None:
         self.started = time.perf_counter()
-        self._stream = stream
+        self._now = now
         self._lock = threading.Lock()
-        self._starts, self._ends = [self._now()], list[torch.Event]()
+        self._starts, self._ends = [now()], list[Timestamp]()
         self._is_stopped = False
 
     def leave_out(self, wait: Callable[[], None]) -> None:
@@ -59,6 +59,3 @@ class EventStopwatch:
         if not (self._is_stopped and self._ends[-1].query()):
             return None
         return sum(start.elapsed_time(end) for start, end in zip(self._starts, self._ends, strict=True)) / 1000
-
-    def _now(self) -> torch.Event:
-        return self._stream.record_event(torch.Event(self._stream.device, enable_timing=True))

@@ -1,36 +1,33 @@
 """For how long a stream of a device waits for others."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from lightning_roundpipe.devices.base import Hardware, Timestamp
+from lightning_roundpipe.devices.base import Timestamp
 
 
 class StreamWaits:
     """Measured on the device: a mark before the wait, and one after it. The host waits for neither.
 
     Args:
-        hardware: The device.
-        stream: The stream that waits.
+        now: Notes when the stream that waits has done what it was given so far; see :meth:`Hardware.timestamp`.
 
     Attributes:
         seconds: All waits that have been collected.
     """
 
-    def __init__(self, hardware: Hardware, stream: Any) -> None:
+    def __init__(self, now: Callable[[], Timestamp]) -> None:
         self.seconds = 0.0
-        self._hardware = hardware
-        self._stream = stream
+        self._now = now
         self._marks: deque[tuple[Timestamp, Timestamp]] = deque()
 
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Around what lets the stream wait."""
-        before = self._hardware.timestamp(self._stream)
+        before = self._now()
         yield
-        self._marks.append((before, self._hardware.timestamp(self._stream)))
+        self._marks.append((before, self._now()))
 
     def collect(self) -> None:
         """Adds up the waits that are over. Called while the device's calls are in order, so that marks are not many."""
