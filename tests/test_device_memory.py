@@ -12,7 +12,9 @@ from helpers import Batches, RoundPipeStrategy, assert_equal, fit, fit_microbatc
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Lit
-from test_devices import ACTIVATION, PARAMETERS, WIDTH, Block, Counts, data, make, most
+from test_devices import (
+    ACTIVATION, PARAMETERS, WIDTH, Block, Counts, Deep, WideBlock, data, make, most, wait_for_losses_late,
+)  # fmt: skip
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, SimulatedDevice
@@ -189,6 +191,7 @@ def train(
 def test_what_stages_are_thought_to_need_is_what_they_need(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """For equal blocks on one device, but for what the loss takes and what the model notes: less than an activation."""
     one_layer_a_stage(monkeypatch)
+    wait_for_losses_late(monkeypatch)
     _, seen = train(8, 2**30, microbatches, devices=1)
     assert set(map(max, seen.peaks)) == {most(microbatches)}
     assert seen.needed == [pytest.approx(most(microbatches), abs=ACTIVATION // 2)]
@@ -315,6 +318,31 @@ def test_unequal_layers_keep_to_the_limit(widths: list[int], devices: int) -> No
         assert seen.needed[0] <= limit and max(map(max, seen.peaks)) <= limit
         plain = fit_microbatches(Uneven(widths).double(), data(3, 4), 3)
         assert_equal(result(trainer), result(plain))
+
+
+class Twice(Deep):
+    """Its first blocks are called once more, so that their gradients are not summed on a device."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = batch["x"]
+        for block in [*self.blocks, *self.blocks[:4]]:
+            x = block(x)
+        return x.square().mean()
+
+
+def test_gradients_that_come_down_by_themselves() -> None:
+    """They may still be there when the next call runs."""
+
+    def module() -> Twice:
+        return Twice(8, WideBlock).double()
+
+    with pytest.raises(ValueError) as raised:
+        train(0, None, 4, 2, module(), device_memory=1)
+    (least,) = re.findall(r"([\d.]+) KiB in all", str(raised.value))
+    for factor in (1.01, 1.2, 2):
+        limit = int(factor * 1024 * float(least))
+        _, seen = train(0, None, 4, 2, module(), device_memory=limit)
+        assert seen.needed[0] <= limit and max(map(max, seen.peaks)) <= limit
 
 
 def test_virtual_devices() -> None:

@@ -153,6 +153,17 @@ def activations(block: type[nn.Module], *, adds_up: bool) -> int:
         return max(forward, device.memory.peak) - 2 * parameters
 
 
+def wait_for_losses_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it depends on timing for how long what comes down is held."""
+    wait_losses = Batch.wait_losses
+
+    def late(batch: Batch) -> None:
+        batch.wait_all()
+        wait_losses(batch)
+
+    monkeypatch.setattr(Batch, "wait_losses", late)
+
+
 def most(microbatches: int, block: type[nn.Module] = Block) -> int:
     """The bytes that a device holds at most, in a block's backward, if it has all microbatches."""
     of_block = WIDE_PARAMETERS if block is WideBlock else PARAMETERS
@@ -168,13 +179,7 @@ def most(microbatches: int, block: type[nn.Module] = Block) -> int:
 @pytest.mark.parametrize("block", [Block, WideBlock])
 @pytest.mark.parametrize("microbatches", [1, 2, 4])
 def test_memory_to_the_byte(microbatches: int, block: type[nn.Module], monkeypatch: pytest.MonkeyPatch) -> None:
-    wait_losses = Batch.wait_losses
-
-    def late(batch: Batch) -> None:  # else it depends on timing how long what comes down is held
-        batch.wait_all()
-        wait_losses(batch)
-
-    monkeypatch.setattr(Batch, "wait_losses", late)
+    wait_for_losses_late(monkeypatch)
     for depth in (24, 96) if microbatches == 2 and block is Block else (6, 24):
         _, counts = train(depth, microbatches, 1, block=block)
         assert counts.peaks == [[most(microbatches, block)]] * 2

@@ -1,5 +1,6 @@
 """What layer calls need of a device's memory, as the first batch shows, and whether that is there."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -121,13 +122,17 @@ class Footprints:
         as_computed = [nbytes(leaf for leaf in of if leaf.requires_grad) for of in leaves]
         as_summed = [nbytes(parameter for parameter in layer.parameters if parameter.requires_grad) for layer in layers]
         inputs = [self._inputs[index] for index in calls]
+        # Of a layer with several calls they are not summed on the device, and are on their way down beside the next one.
+        times = Counter(calls)
+        apart = [gradients for index, gradients in zip(calls, as_computed, strict=True) if times[index] > 1]
         memory = Memory(
             limit=self._limit,
             parameters=[nbytes(of) for of in leaves],
             gradients=as_summed if several else as_computed,
             activations=[self._activations_of(index, own) for index, own in zip(calls, as_computed, strict=True)],
             fresh=as_computed if several else (),
-            besides=besides(inputs, max(self._waiting, *inputs), self._microbatches, self._devices),
+            besides=besides(inputs, max(self._waiting, *inputs), self._microbatches, self._devices)
+            + max(apart, default=0),
         )
         call, needed = memory.alone()
         if needed <= self._limit:
