@@ -25,7 +25,8 @@ class Timeline:
 
     Args:
         path: Of the trace, a JSON file. The picture is beside it, with the ending ``.png``.
-        batches: Numbers of the batches, counted from 0 where ``fit`` begins. By default three in a row, as soon as the
+        batches: Numbers of the batches, counted from 0 where ``fit`` begins, and anew where modules were replaced
+            between epochs, by pruning, say. By default three in a row, as soon as the
             pipeline has found its stages.
 
     Raises:

@@ -13,7 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Lit
 from test_devices import (
-    ACTIVATION, PARAMETERS, WIDTH, Block, Counts, Deep, WideBlock, data, make, most, wait_for_losses_late,
+    ACTIVATION,
+    PARAMETERS,
+    WIDTH,
+    Block,
+    Counts,
+    Deep,
+    WideBlock,
+    data,
+    make,
+    most,
+    wait_for_losses_late,
 )  # fmt: skip
 from torch import Tensor, nn
 

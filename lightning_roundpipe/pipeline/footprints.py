@@ -122,7 +122,7 @@ class Footprints:
         as_computed = [nbytes(leaf for leaf in of if leaf.requires_grad) for of in leaves]
         as_summed = [nbytes(parameter for parameter in layer.parameters if parameter.requires_grad) for layer in layers]
         inputs = [self._inputs[index] for index in calls]
-        # Of a layer with several calls they are not summed on the device, and are on their way down beside the next one.
+        # Of a layer with several calls they are not summed on the device, and come down beside the next call.
         times = Counter(calls)
         apart = [gradients for index, gradients in zip(calls, as_computed, strict=True) if times[index] > 1]
         memory = Memory(
