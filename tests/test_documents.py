@@ -22,6 +22,7 @@ from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.cli import main
 
 ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_roundpipe"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = [ROOT / "benchmarks" / "README.md"]
 COMMAND = "python -m lightning_roundpipe "
@@ -167,3 +168,24 @@ def test_messages_are_the_packages() -> None:
     assert len(headings) >= 10
     for heading in headings:
         assert heading in known, heading
+
+
+def test_arrows_point_down() -> None:
+    """Every module has its row in the architecture, and imports none of a row above."""
+    architecture = blocks(ROOT / "docs" / "architecture.md")
+    table = next(content for _, content in architecture if "strategy.py" in content)
+    rows: dict[str, int] = {}
+    for number, line in enumerate(table.splitlines()):
+        folder = ""
+        for name in line.split():
+            if name == "...":  # the rest of the folder
+                rows |= {f"{folder}{path.stem}": number for path in (PACKAGE / folder).glob("[!_]*.py")} | rows
+            if (found := re.fullmatch(r"(\w+/)?(\w+)\.py", name)) is None:
+                break  # in words, what they are for
+            folder = found[1] or folder
+            rows[f"{folder}{found[2]}" if (PACKAGE / folder / f"{found[2]}.py").exists() else found[2]] = number
+    for path in PACKAGE.rglob("[!_]*.py"):
+        module = path.relative_to(PACKAGE).with_suffix("").as_posix()
+        imports = re.findall(r"^from lightning_roundpipe\.([\w.]+) import", path.read_text(), flags=re.MULTILINE)
+        for imported in (each.replace(".", "/") for each in imports):
+            assert rows.get(imported, rows[module]) >= rows[module], f"{module} imports {imported}"

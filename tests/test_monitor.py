@@ -21,8 +21,8 @@ from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.devices.simulated_streams import StreamOrderError
 from lightning_roundpipe.devices.stream_waits import StreamWaits
 from lightning_roundpipe.pipeline import measuring
-from lightning_roundpipe.pipeline.measuring import StepWaits
 from lightning_roundpipe.report import PipelineReport
+from lightning_roundpipe.state.step_waits import StepWaits
 
 BATCHES = batches_of(vectors, 12, 6, torch.float32)
 ALWAYS = {"device0_busy", "device1_busy", "bubble", "optimizer_lag", "upload_GBps", "samples_per_second"}

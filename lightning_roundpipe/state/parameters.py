@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_roundpipe.devices import Device, Event
-from lightning_roundpipe.pipeline.measuring import StepWaits
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.turnstile import Monitor
+from lightning_roundpipe.state.step_waits import StepWaits
 
 
 class Unit:
