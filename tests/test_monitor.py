@@ -20,8 +20,8 @@ from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.devices.simulated_streams import StreamOrderError
 from lightning_roundpipe.devices.stream_waits import StreamWaits
-from lightning_roundpipe.pipeline import measuring
 from lightning_roundpipe.report import PipelineReport
+from lightning_roundpipe.state import step_waits
 from lightning_roundpipe.state.step_waits import StepWaits
 
 BATCHES = batches_of(vectors, 12, 6, torch.float32)
@@ -291,7 +291,7 @@ class Clock:
 
 def test_waits_count_while_a_step_is_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(measuring, "time", clock)
+    monkeypatch.setattr(step_waits, "time", clock)
     waits = StepWaits()
     with waits.waiting():  # for the backward
         clock.now = 10.0

@@ -24,7 +24,7 @@ from models import Lit
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_roundpipe.pipeline import measuring
+from lightning_roundpipe.devices import stopwatch
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "fidelity.md"
 WIDTH = 6
@@ -540,7 +540,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def all_calls_cost_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that the stage which keeps its graph, and needs no copies, is never all of the model."""
-    monkeypatch.setattr(measuring, "time", SimpleNamespace(perf_counter=count().__next__))
+    monkeypatch.setattr(stopwatch, "time", SimpleNamespace(perf_counter=count().__next__))
 
 
 @pytest.mark.parametrize(("what", "refusal", "m", "devices"), CASES)
