@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_roundpipe.compare import NAMES, Outcome, bound_memory, compare, outcome_table
-from lightning_roundpipe.host_need import GB
 from lightning_roundpipe.layer_groups import alike, name_of, sizes_of
 from lightning_roundpipe.machine import GPUS, PRECISIONS, Gpu, Machine, Precision, host_bytes
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
 from lightning_roundpipe.schedules.memory import Memory
 from lightning_roundpipe.tracing import LayerCall, build, load, trace
+from lightning_roundpipe.units import GB
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

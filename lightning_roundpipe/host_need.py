@@ -1,6 +1,5 @@
 """What training needs of the host's memory at least, and what there is of it."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +11,7 @@ from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from lightning_roundpipe.devices.file_pages import is_on_file
-
-GB = 10**9
+from lightning_roundpipe.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,23 +171,17 @@ def check_fits(need: HostNeed, available: int | None, *, staleness: int, halves:
     }
     helps = [remedy for remedy, applies in remedies.items() if applies]
     raise MemoryError(
-        f"Training needs at least {in_words(need.missing)} of host memory besides what it has, and"
-        f" {in_words(available)} are available: {describe(need)}. What helps, in this order: "
+        f"Training needs at least {size_text(need.missing)} of host memory besides what it has, and"
+        f" {size_text(available)} are available: {describe(need)}. What helps, in this order: "
         + "; ".join(f"({number}) {remedy}" for number, remedy in enumerate(helps, 1))
         + "."
     )
 
 
-def in_words(nbytes: float) -> str:
-    """A number of bytes with three digits: ``1.5 GB``."""
-    power = min(int(math.log10(max(nbytes, 1))) // 3, 4)
-    return f"{nbytes / 1000**power:.3g} {('bytes', 'kB', 'MB', 'GB', 'TB')[power]}"
-
-
 def describe(need: HostNeed) -> str:
     """What it consists of, in words."""
     parts = [
-        f"{in_words(size)} for {what}"
+        f"{size_text(size)} for {what}"
         for what, size in (
             ("parameters", need.all.parameters),
             ("gradients", need.all.gradients),
@@ -199,7 +191,7 @@ def describe(need: HostNeed) -> str:
         if size
     ]
     unknown = f"; how large the state of {need.optimizer} is, is not known" if need.unknown else ""
-    return f"{in_words(need.all.total)} in all, {', '.join(parts)}{unknown}"
+    return f"{size_text(need.all.total)} in all, {', '.join(parts)}{unknown}"
 
 
 def available_memory(root: Path = Path("/")) -> int | None:

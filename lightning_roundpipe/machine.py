@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 
-from lightning_roundpipe.host_need import GB, bytes_of_trained
+from lightning_roundpipe.host_need import bytes_of_trained
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.memory import USABLE, Memory, besides
 from lightning_roundpipe.tracing import LayerCall
+from lightning_roundpipe.units import GB
 
 
 def _check_positive(what: object, *names: str) -> None:

@@ -10,10 +10,11 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_roundpipe import microbatch as mb
 from lightning_roundpipe.advice import Observed, StageTime, advise
 from lightning_roundpipe.callbacks import callbacks_of
-from lightning_roundpipe.host_need import GB, resident_memory
+from lightning_roundpipe.host_need import resident_memory
 from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, stages_in_words
+from lightning_roundpipe.units import GB
 
 if TYPE_CHECKING:
     from lightning_roundpipe.strategy import RoundPipeStrategy

@@ -10,10 +10,11 @@ from rich.table import Table
 from torch import nn
 
 from lightning_roundpipe.devices import Traffic
-from lightning_roundpipe.host_need import HostNeed, describe, in_words
+from lightning_roundpipe.host_need import HostNeed, describe
 from lightning_roundpipe.layer_groups import alike, name_of, sizes_of
 from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.runtime import Pipeline
+from lightning_roundpipe.units import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +187,7 @@ def summary(pipeline: Pipeline, need: HostNeed, available: int | None) -> Group:
         table.add_row("(no layer)", "", "", *_Size.of(outside).cells(frozen))
     table.add_section()
     table.add_row("all", "", str(len(pipeline.layers)), *everything.cells(frozen))
-    room = "" if available is None else f"; {in_words(available)} more are available"
+    room = "" if available is None else f"; {size_text(available)} more are available"
     devices = ", ".join(device.name for device in pipeline.devices)
     return Group(
         table,
@@ -213,7 +214,7 @@ class _Size:
     def cells(self, frozen: bool, count: int = 1) -> list[str]:
         """For so many of this size. How many are trained is said if there are some that are not, anywhere."""
         numbers = (self.numbers, self.trained) if frozen else (self.numbers,)
-        return [*(f"{count * number:,}" for number in numbers), in_words(count * self.nbytes)]
+        return [*(f"{count * number:,}" for number in numbers), size_text(count * self.nbytes)]
 
 
 def as_text(table: Group) -> str:

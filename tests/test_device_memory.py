@@ -252,10 +252,8 @@ def test_a_layer_that_does_not_fit(split: str) -> None:
         train(6, None, device_memory=3 * PARAMETERS, split=split)
     text = str(raised.value)
     assert re.match(r"layer 'blocks\.\d' does not fit .* even in a stage of its own: it needs", text)
-    assert "it needs 2.1 KiB for parameters, 4.2 KiB for gradients, " in text
-    assert re.search(
-        r"\d KiB for activations; .* [\d.]+ KiB in all\. .*\(device_memory=\.\.\.\) leaves 6\.4 KiB\.", text
-    )
+    assert "it needs 2.18 kB for parameters, 4.35 kB for gradients, " in text
+    assert re.search(r"\d kB for activations; .* [\d.]+ kB in all\. .*\(device_memory=\.\.\.\) leaves 6\.53 kB\.", text)
     assert re.findall(r"\(\d\) .*?(microbatches|layers|precision)=", text) == ["layers", "precision", "microbatches"]
 
 
@@ -321,9 +319,9 @@ def test_unequal_layers_keep_to_the_limit(widths: list[int], devices: int) -> No
     """With as much as the largest layer needs, and a little more."""
     with pytest.raises(ValueError) as raised:
         train(0, None, 3, devices, Uneven(widths).double(), device_memory=1)
-    (least,) = re.findall(r"([\d.]+) KiB in all", str(raised.value))
+    (least,) = re.findall(r"([\d.]+) kB in all", str(raised.value))
     for factor in (1.05, 1.5, 3):
-        limit = int(factor * 1024 * float(least))
+        limit = int(factor * 1000 * float(least))
         trainer, seen = train(0, None, 3, devices, Uneven(widths).double(), device_memory=limit)
         assert seen.needed[0] <= limit and max(map(max, seen.peaks)) <= limit
         plain = fit_microbatches(Uneven(widths).double(), data(3, 4), 3)
@@ -348,9 +346,9 @@ def test_gradients_that_come_down_by_themselves() -> None:
 
     with pytest.raises(ValueError) as raised:
         train(0, None, 4, 2, module(), device_memory=1)
-    (least,) = re.findall(r"([\d.]+) KiB in all", str(raised.value))
+    (least,) = re.findall(r"([\d.]+) kB in all", str(raised.value))
     for factor in (1.01, 1.2, 2):
-        limit = int(factor * 1024 * float(least))
+        limit = int(factor * 1000 * float(least))
         _, seen = train(0, None, 4, 2, module(), device_memory=limit)
         assert seen.needed[0] <= limit and max(map(max, seen.peaks)) <= limit
 

@@ -19,7 +19,6 @@ from lightning_roundpipe.host_need import (
     bytes_of_trained,
     check_fits,
     host_need,
-    in_words,
     resident_memory,
     states_of,
 )
@@ -214,12 +213,6 @@ def test_this_system() -> None:
     here = Path("/proc/meminfo").exists()
     assert (available_memory() is not None) == (resident_memory() is not None) == here
     assert not here or (resident_memory() or 0) > 0
-
-
-def test_numbers_of_bytes() -> None:
-    assert [in_words(n) for n in (0, 999, 1000, 1.5e9, 2e12, 3e15)] == [
-        "0 bytes", "999 bytes", "1 kB", "1.5 GB", "2 TB", "3e+03 TB",
-    ]  # fmt: skip
 
 
 # --- tables of layers

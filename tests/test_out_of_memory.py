@@ -47,7 +47,7 @@ def test_the_error_says_where_for_what_and_what_helps(capacity: int, purpose: st
     assert re.search(r"Tried to allocate \d+ bytes", text) and "meta:0 out of memory" in text
     assert re.search(rf"microbatch 1 of 1 in batch \d; layer 'blocks\.\d'; device meta:0; phase {phase}", text), text
     assert re.search(rf"no memory left for {purpose}\. Stage( \d+)? \(layers: blocks\.", text)
-    assert "needs 2.1 KiB for parameters, up to 2.1 KiB for gradients" in text
+    assert "needs 2.18 kB for parameters, up to 2.18 kB for gradients" in text
     helps = re.findall(r"\((\d)\) .*?(microbatches|layers|precision)=", text)
     assert [number for number, _ in helps] == ["1", "2", "3"] and helps[0][1] == first
     assert len({argument for _, argument in helps}) == 3

@@ -3,7 +3,7 @@
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, SupportsFloat
+from typing import Literal
 
 import torch
 
@@ -28,15 +28,6 @@ def remedies(purpose: Purpose, microbatches: int) -> str:
     half = "Trainer(precision='bf16-mixed') or 'bf16-true': half the bytes of what is cast"
     order = (smaller, finer, half) if purpose == "activations" else (finer, half, smaller)
     return "What helps, the best first: " + "; ".join(f"({i}) {remedy}" for i, remedy in enumerate(order, 1)) + "."
-
-
-def size_text(nbytes: SupportsFloat) -> str:
-    """A number of bytes for a message."""
-    size = float(nbytes)
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size:.0f} bytes"
 
 
 def release_frames(error: BaseException | None) -> None:

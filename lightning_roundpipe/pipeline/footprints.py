@@ -7,7 +7,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from lightning_roundpipe.devices import Device
-from lightning_roundpipe.devices.out_of_memory import Purpose, remedies, size_text
+from lightning_roundpipe.devices.out_of_memory import Purpose, remedies
 from lightning_roundpipe.pipeline.batch import Microbatch
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.tape import Call
@@ -15,6 +15,7 @@ from lightning_roundpipe.pipeline.traffic import nbytes
 from lightning_roundpipe.schedules.memory import Memory, besides
 from lightning_roundpipe.schedules.partition import Cost
 from lightning_roundpipe.state.parameters import ParameterStore
+from lightning_roundpipe.units import size_text
 
 
 class Footprints:

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
-from lightning_roundpipe.devices.out_of_memory import Purpose, remedies, size_text
+from lightning_roundpipe.devices.out_of_memory import Purpose, remedies
 from lightning_roundpipe.pipeline.batch import Microbatch
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.traffic import nbytes
 from lightning_roundpipe.state.parameters import ParameterStore
+from lightning_roundpipe.units import size_text
 
 
 def describe(error: BaseException, microbatch: Microbatch, layers: Sequence[Layer], store: ParameterStore) -> str:
