@@ -158,11 +158,10 @@ class Progress(L.Callback):
         now = time.monotonic()
         if now - self.printed >= self.seconds:
             self.printed = now
-            speed = trainer.global_step * BATCH_SIZE * CONTEXT / (now - self.started)
+            tokens = trainer.global_step * BATCH_SIZE * CONTEXT
+            speed = f", {tokens / (now - self.started):,.0f} tokens per second" if tokens else ""
             print(
-                f"{now - self.started:5.0f} s: batch {trainer.global_step}, loss {loss.item():.3f},"
-                f" {speed:,.0f} tokens per second",
-                flush=True,
+                f"{now - self.started:5.0f} s: batch {trainer.global_step}, loss {loss.item():.3f}{speed}", flush=True
             )
 
 

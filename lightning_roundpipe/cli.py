@@ -17,6 +17,9 @@ from lightning_roundpipe.schedules.memory import Memory
 from lightning_roundpipe.tracing import LayerCall, build, load, trace
 from lightning_roundpipe.units import GB
 
+_OWN_UNIT = "the unit of --forward"
+"""Of made-up times: whatever they are given in."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status: 2 for what cannot be done as asked."""
@@ -51,9 +54,9 @@ def simulate_command(options: argparse.Namespace, console: Console) -> None:
     )
     outcomes = _compare(costs, options, lanes=options.lanes)
     console.print(f"{every} layers, {options.devices} devices, {options.microbatches} microbatches", highlight=False)
-    console.print(outcome_table(outcomes))
+    console.print(outcome_table(outcomes, _OWN_UNIT))
     _explain(outcomes, console)
-    _save(costs, outcomes, options, console)
+    _save(costs, outcomes, options, console, f"per batch, in {_OWN_UNIT}")
 
 
 def plan_command(options: argparse.Namespace, console: Console) -> None:
@@ -87,7 +90,7 @@ def plan_command(options: argparse.Namespace, console: Console) -> None:
         verdict = "fits" if need <= room else "does not fit"
         console.print(f"  {outcome.name}: about {need:,.1f} of {room:.1f} GB, {verdict}", highlight=False)
     _explain(outcomes, console)
-    _save(costs, outcomes, options, console)
+    _save(costs, outcomes, options, console, "s per batch")
 
 
 def _compare(costs: Costs, options: argparse.Namespace, **more: object) -> list[Outcome]:
@@ -176,11 +179,13 @@ def _explain(outcomes: Sequence[Outcome], console: Console) -> None:
             console.print(f"{outcome.name}: {outcome.refusal}", highlight=False)
 
 
-def _save(costs: Costs, outcomes: Sequence[Outcome], options: argparse.Namespace, console: Console) -> None:
+def _save(
+    costs: Costs, outcomes: Sequence[Outcome], options: argparse.Namespace, console: Console, per_batch: str
+) -> None:
     if options.picture is None:
         return
     shown = {
-        f"{outcome.name}: {float(outcome.simulation.period):,.4g} per batch": outcome.simulation
+        f"{outcome.name}: {float(outcome.simulation.period):,.4g} {per_batch}": outcome.simulation
         for outcome in outcomes
         if outcome.simulation is not None
     }

@@ -118,10 +118,10 @@ def bound_memory(outcome: Outcome, memory: Memory, inputs: Sequence[Cost]) -> Co
     return most
 
 
-def outcome_table(outcomes: Sequence[Outcome], unit: str = "") -> Table:
+def outcome_table(outcomes: Sequence[Outcome], unit: str) -> Table:
     """The outcomes for a terminal: step time and where the devices' time goes, in steady state."""
     table = Table(
-        title=f"Step time{unit and f' in {unit}'} and where the devices' time goes, in %",
+        title=f"Step time in {unit} and where the devices' time goes, in %",
         caption="busy: recompute included; useful: forward and backward only; upload, optimizer: waiting for them; "
         "live: microbatches on a device",
         box=SIMPLE_HEAD,

@@ -10,7 +10,7 @@ from typing import Any
 from lightning_roundpipe.devices.accelerator import STREAMS, AcceleratorDevice
 from lightning_roundpipe.devices.recorded import Add, RecordedHardware
 from lightning_roundpipe.pipeline.batch import present
-from lightning_roundpipe.pipeline.recording import CallSpan, Recording, StreamSpan
+from lightning_roundpipe.pipeline.recording import FOR_STEP, CallSpan, Recording, StreamSpan
 from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.turnstile import Cancelled
@@ -304,6 +304,8 @@ def _starts(recording: Recording, streams: Mapping[Any, Sequence[tuple[float, fl
 # --- the picture
 
 _KINDS = {"forward": "F", "backward": "B", "weight gradients": "W"}
+_BETWEEN = "code between layers, or waits for its turn to run"
+"""What an action is at when it neither computes a layer nor waits for what the recording names."""
 
 
 def charts(recording: Recording, devices: Sequence[str]) -> dict[str, Chart]:
@@ -322,7 +324,11 @@ def _chart(recording: Recording, devices: Sequence[str], batches: Sequence[int])
     def since_start(span: Any) -> dict[str, Any]:
         return {"start": 1e3 * (span.start - start), "end": 1e3 * (span.end - start)}
 
-    bars = [Bar.of_action(span, **since_start(span), waits=True) for span in actions]
+    bars = [Bar.of_action(span, **since_start(span), waits=_BETWEEN) for span in actions]
+    for wait in recording.waits:
+        if wait.batch in batches:
+            kind = "step" if wait.name == FOR_STEP else "W"
+            bars.append(Bar(wait.device, kind=kind, batch=wait.batch, **since_start(wait), waits=wait.name))
     for call in calls:
         kind = call.action.kind if call.action is not None else _KINDS[call.phase]
         bars.append(Bar(call.device, kind=kind, batch=call.batch, **since_start(call)))

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -110,6 +112,17 @@ def test_cli(example: Callable[..., str]) -> None:
 
 def test_plan_32b(example: Callable[..., str]) -> None:
     assert "roundpipe: fits" in example("plan_32b", "--schedules roundpipe roundpipe_async")
+
+
+def test_char_gpt_tells_a_speed_when_there_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = runpy.run_path(str(EXAMPLES / "char_gpt.py"))["Progress"](seconds=0)
+    trainer: Any = SimpleNamespace(global_step=0)
+    progress.on_train_start(trainer, None)
+    progress.on_before_backward(trainer, None, torch.tensor(4.5))
+    assert capsys.readouterr().out == "    0 s: batch 0, loss 4.500\n"
+    trainer.global_step = 2
+    progress.on_before_backward(trainer, None, torch.tensor(4.25))
+    assert re.fullmatch(r" +\d+ s: batch 2, loss 4\.250, [\d,]+ tokens per second\n", capsys.readouterr().out)
 
 
 @pytest.mark.slow

@@ -181,7 +181,9 @@ def _words(text: str) -> list[str]:
 def test_simulate(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
     assert main(_words("simulate --layers 8 --devices 4 --microbatches 8")) == 0
-    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line.strip()}
+    out = capsys.readouterr().out
+    assert "Step time in the unit of --forward and" in out
+    rows = {line.split()[0]: line for line in out.splitlines() if line.strip()}
     assert rows.keys() >= {
         "roundpipe", "roundpipe_async", "model_parallel", "sequential",
         "gpipe", "1f1b", "interleaved", "zb1p", "dualpipe",

@@ -1,6 +1,7 @@
 """Timelines: everything is in them once, where and in the order in which it was, and the files are what they say."""
 
 import json
+import re
 import sys
 import threading
 import time
@@ -23,8 +24,10 @@ from lightning_roundpipe import timeline as timelines
 from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.lines import LineUp
-from lightning_roundpipe.pipeline.recording import Recording
+from lightning_roundpipe.pipeline.recording import FOR_STEP, CallSpan, Recording, WaitSpan
 from lightning_roundpipe.schedules import Action
+from lightning_roundpipe.schedules.draw import draw_charts
+from lightning_roundpipe.schedules.simulate import Span
 
 BATCHES, M = 5, 4
 
@@ -460,6 +463,31 @@ def test_picture_of_batches_apart(seen: Seen, tmp_path: Path, monkeypatch: pytes
     for chart, numbers in ((alone, {1}), (row, {3, 4})):
         assert chart.lines == ("a", "b", "optimizer") and {bar.batch for bar in chart.bars} == numbers
         assert min(bar.start for bar in chart.bars) == 0 and max(bar.end for bar in chart.bars) == chart.end
-        assert sum(bar.waits for bar in chart.bars) == 11 * M * len(numbers)  # six forward stages, the last one fused
+        assert sum(bool(bar.label) for bar in chart.bars) == 11 * M * len(
+            numbers
+        )  # six forward stages, the last one fused
         assert [bar.batch for bar in chart.bars if bar.line == 2 and bar.kind == "step"] == sorted(numbers)
         assert all(bar.label == "" or bar.waits for bar in chart.bars)
+
+
+def test_picture_says_what_an_action_waits_for(tmp_path: Path) -> None:
+    """In its bars, and in the legend."""
+    recording = Recording()
+    action = Action("F", 0, 0)
+    recording.actions.append(Span(0, 3, action, 10.0, 11.0))
+    recording.calls.append(CallSpan(0, 3, 0, action, "forward", 0, 10.5, 10.75))
+    recording.waits.append(WaitSpan(0, FOR_STEP, 3, 0, 10.0, 10.5))
+    recording.waits.append(WaitSpan(0, "adds gradients", 3, 0, 10.75, 11.0))
+    drawn = timelines.charts(recording, ["a"])
+    (chart,) = drawn.values()
+    assert sorted((bar.start, bar.end, bar.waits.split(",")[0], bar.kind) for bar in chart.bars) == [
+        (0, 500, "waits for the optimizer's step", "step"),
+        (0, 1000, "code between layers", "F"),
+        (500, 750, "", "F"),
+        (750, 1000, "adds gradients", "W"),
+    ]
+    draw_charts(drawn, tmp_path / "t.svg")
+    written = re.findall("<!-- (.*) -->", (tmp_path / "t.svg").read_text())
+    for words in ("code between layers, or waits for its turn to run", "adds gradients"):
+        assert words in written
+    assert any(text.startswith("waits for the optimizer") for text in written)

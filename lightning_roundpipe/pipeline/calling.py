@@ -17,6 +17,7 @@ from lightning_roundpipe.pipeline.footprints import Footprints
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.hooks import run_and_check_hooks, run_hooks
 from lightning_roundpipe.pipeline.interception import handling_no_calls, in_checkpoint
+from lightning_roundpipe.pipeline.recording import FOR_STEP
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.stand_ins import StandIns
 from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run
@@ -96,7 +97,7 @@ class LayerCalls(CallOwner):
             device = self._devices[microbatch.device]
             microbatch.where = f"{call.label}; device {device.name}"
             microbatch.ran_on.setdefault(layer.index, set()).add(microbatch.device)
-            with microbatch.waiting("waits for the optimizer's step"):
+            with microbatch.waiting(FOR_STEP):
                 store.wait(store.units_of_layer(layer), batch.version, batch.number)
             microbatch.units_awaited.update(store.units_of_layer(layer))
             self._footprints.before(microbatch, layer, device)

@@ -18,6 +18,8 @@ _FIRST, _COUNT = 3, 3
 the model is like, and what it costs."""
 
 
+FOR_STEP = "waits for the optimizer's step"
+"""The name of such a wait."""
 _NOTABLE = 1e-5
 """Seconds. What is shorter was no wait."""
 

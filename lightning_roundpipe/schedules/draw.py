@@ -31,7 +31,7 @@ class Bar:
         batch: Number of its batch; every other one is darker.
         label: Written upon it where there is room.
         stage: Bars of one stage have their labels together.
-        waits: Whether it only shows what its line was at, in a paler colour; what was computed lies upon it.
+        waits: What the line did if it did not compute, for the legend. The bar is paler then.
     """
 
     line: int
@@ -41,10 +41,10 @@ class Bar:
     batch: int
     label: str = ""
     stage: int = -1
-    waits: bool = False
+    waits: str = ""
 
     @classmethod
-    def of_action(cls, span: Span, *, start: float, end: float, waits: bool = False) -> "Bar":
+    def of_action(cls, span: Span, *, start: float, end: float, waits: str = "") -> "Bar":
         """What shows an action, with its microbatch's number."""
         action = span.action
         return cls(span.device, start, end, action.kind, span.batch, str(action.microbatch), action.stage, waits)
@@ -106,7 +106,8 @@ def draw_charts(charts: Mapping[str, Chart], path: str | Path, *, until: float |
         left=0.075, right=0.985, top=1 - top / inches, bottom=bottom / inches,
         hspace=gap * len(heights) / (line * sum(heights)),
     )  # fmt: skip
-    kinds: set[tuple[str, bool]] = set()
+    kinds: set[str] = set()
+    waits: dict[str, str] = {}
     for ax, (title, chart) in zip(axes, charts.items(), strict=True):
         count = len(chart.lines)
         ax.set_facecolor(PAGE)
@@ -122,7 +123,10 @@ def draw_charts(charts: Mapping[str, Chart], path: str | Path, *, until: float |
             start, stop = bar.start, min(bar.end, end)
             if start >= stop:
                 continue
-            kinds.add((bar.kind, bar.waits))
+            if bar.waits:
+                waits.setdefault(bar.waits, _pale(COLOURS[bar.kind]))
+            else:
+                kinds.add(bar.kind)
             spans.setdefault((_colour(bar), bar.line), []).append((start, stop - start))
             if bar.label and stop - start > legible * (0.8 if usual[bar.line, bar.batch, bar.stage] > legible else 1.3):
                 ax.text(
@@ -144,12 +148,11 @@ def draw_charts(charts: Mapping[str, Chart], path: str | Path, *, until: float |
             ax.set_xticks([])
     unit = next(iter(charts.values())).unit
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time", fontsize=8, color=INK)
-    legend = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in COLOURS if (kind, False) in kinds]
-    if any(waits for _, waits in kinds):
-        legend.append(Patch(color=_pale(COLOURS["F"]), label="waiting within an action"))
+    legend = [Patch(color=COLOURS[kind], label=WORDS[kind]) for kind in COLOURS if kind in kinds]
+    legend += [Patch(color=colour, label=label) for label, colour in waits.items()]
     figure.legend(
-        handles=[*legend, Patch(color=IDLE, label="idle")], loc="lower center", ncols=7, fontsize=8, frameon=False,
-        labelcolor=INK,
+        handles=[*legend, Patch(color=IDLE, label="idle")], loc="lower center", ncols=9, fontsize=8, frameon=False,
+        labelcolor=INK, columnspacing=1.2, handlelength=1.5,
     )  # fmt: skip
     figure.savefig(path, dpi=130, facecolor=PAGE, metadata={"Software": None} if str(path).endswith("png") else None)
 
