@@ -325,7 +325,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self.split,
             self.loss_weight,
             self._wanted(),
-            mb.own_split(module, getattr(trainer, "datamodule", None)),
+            mb.own_split(module, _data_module(trainer)),
             self.precision_plugin.train_step_context,
             self.settle,
         )
@@ -978,6 +978,12 @@ def _without_loss(output: Mapping[str, Any]) -> dict[str, Any]:
 
 def _monitor_of(trainer: "pl.Trainer") -> PipelineMonitor | None:
     return next((callback for callback in callbacks_of(trainer) if isinstance(callback, PipelineMonitor)), None)
+
+
+def _data_module(trainer: "pl.Trainer") -> "pl.LightningDataModule | None":
+    """Where the batches come from, if from a data module: a Trainer that is used again still has the one before."""
+    data_module = getattr(trainer, "datamodule", None)
+    return data_module if trainer.fit_loop._data_source.instance is data_module else None
 
 
 def _holds_full_precision(module: torch.nn.Module) -> bool:

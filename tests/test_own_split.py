@@ -7,7 +7,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import RoundPipeStrategy, assert_alike, fit, fit_pipeline, trainer_for, weights
+from helpers import Batches, RoundPipeStrategy, assert_alike, fit, fit_pipeline, trainer_for, weights
 from torch import Tensor, nn
 
 WAYS = [(m, devices) for m in (1, 2, 3, 4) for devices in (1, 2, 3)]
@@ -202,3 +202,39 @@ def test_other_attributes_of_that_name(attribute: Any) -> None:
     fit_pipeline(ours, [torch.ones(4, 5, 3)], 2, 2)
     fit(plain, [torch.ones(4, 5, 3)])
     assert_alike(weights(ours), weights(plain))
+
+
+@pytest.mark.parametrize("split", ["step", "auto"])
+def test_of_the_data_module_that_the_batches_come_from(split: str) -> None:
+    """A Trainer that is used again keeps the data module of the fit before, also where it is given other data."""
+
+    class Counted(Data):
+        def __init__(self) -> None:
+            super().__init__()
+            self.calls = 0
+
+        def split(self, batch: Tensor, microbatches: int, dim: int = 1) -> tuple[Tensor, ...]:
+            self.calls += 1
+            return super().split(batch, microbatches, dim)
+
+    class EitherWay(TimeFirst):
+        first = False
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+            return super().training_step(batch.transpose(0, 1) if self.first else batch, batch_idx)
+
+    ours, plain = made(EitherWay), made(EitherWay)
+    strategy = RoundPipeStrategy(
+        microbatches=3, split=split, loss_weight=lambda batch: batch.shape[0 if ours.first else 1]
+    )
+    trainers = [(ours, trainer_for(strategy, devices=2)), (plain, trainer_for())]
+    others = Batches([torch.randn(5, 4, 3), torch.randn(3, 4, 3)])
+    for epoch, data in enumerate((Counted(), others, Counted(), Counted())):
+        for model, trainer in trainers:
+            model.first = data is others
+            trainer.fit_loop.max_epochs = epoch + 1
+            trainer.fit(model, data)
+            if model is ours:
+                assert trainer.strategy.report().microbatches == 3 and strategy.way[0] == "step"
+                assert data is others or data.calls > 0
+        assert_alike(weights(ours), weights(plain))
