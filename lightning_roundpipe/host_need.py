@@ -194,18 +194,30 @@ def describe(need: HostNeed) -> str:
     return f"{size_text(need.all.total)} in all, {', '.join(parts)}{unknown}"
 
 
-def available_memory(root: Path = Path("/")) -> int | None:
+def available_memory(root: Path = Path("/"), *, swap: bool = True) -> int | None:
     """How many more bytes this process can have: the least of what the system and its control groups leave, and swap.
     None where the system does not tell (only Linux does).
 
     Args:
         root: Where ``proc`` and ``sys`` are.
+        swap: Whether swap counts.
     """
     system = _numbers(root / "proc/meminfo")
     if "MemAvailable" not in system:
         return None
     rooms = [room for group in _control_groups(root) if (room := _room(group)) is not None]
-    return max(0, min([system["MemAvailable"], *rooms])) + system.get("SwapFree", 0)
+    return max(0, min([system["MemAvailable"], *rooms])) + (system.get("SwapFree", 0) if swap else 0)
+
+
+def most_to_pin(root: Path = Path("/")) -> int | None:
+    """How many bytes ``pin_memory="auto"`` may pin: half of what this process can have without swap, for the system can
+    move none of it. The optimizer's state and the parameters, most of what training needs, are not pinned.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are.
+    """
+    available = available_memory(root, swap=False)
+    return None if available is None else available // 2
 
 
 def _control_groups(root: Path) -> Iterator[Path]:

@@ -34,8 +34,9 @@ from lightning_roundpipe.deciding import BatchSplitter
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice, arrived
 from lightning_roundpipe.devices.hardware import hardware_of
 from lightning_roundpipe.devices.memory_limit import DeviceMemory, check_device_memory, memory_limit
+from lightning_roundpipe.devices.pinned import PinMemory, Pinning, check_pin_memory
 from lightning_roundpipe.garbage import SparedObjects, collect
-from lightning_roundpipe.host_need import available_memory, check_fits, host_need
+from lightning_roundpipe.host_need import available_memory, check_fits, host_need, most_to_pin
 from lightning_roundpipe.host_root import with_host_root
 from lightning_roundpipe.monitor import PipelineMonitor, shows_summary
 from lightning_roundpipe.pipeline.batch import Batch
@@ -104,6 +105,12 @@ class RoundPipeStrategy(MultiProcessStrategy):
             ``"auto"`` a layer that seems too large by itself is tried; otherwise it is an error. Virtual CPU devices
             have the host's memory and no limit, unless there is a number of bytes; of activations, only the inputs of
             layers are counted there.
+        pin_memory: Whether the host memory that devices copy from and to is pinned (locked in place), so that the host
+            need not wait for copies: gradients, copies of parameters, inputs kept for the recompute, and what goes up
+            at the time. True: all of it; where the system refuses, training ends with an error. False: none; the
+            numbers are the same, but copies take time beside computing. ``"auto"``: as much as the system allows, and
+            at most half of the memory that is available when training begins; one warning says where that ends.
+            Virtual CPU devices copy nothing, so it means nothing there.
         devices: Simulated accelerators, for tests and planning, in place of virtual CPU devices.
         timeline: Where some batches are written to as a trace and as a picture, or a :class:`Timeline`, which says
             also which batches.
@@ -130,6 +137,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         schedule: ScheduleName | Schedule = "roundpipe",
         lanes: int | Literal["auto"] = 1,
         device_memory: int | float | Literal["auto"] = "auto",
+        pin_memory: bool | Literal["auto"] = "auto",
         devices: Sequence[SimulatedDevice] | None = None,
         timeline: str | Path | Timeline | None = None,
         accelerator: Accelerator | None = None,
@@ -152,6 +160,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
         check_device_memory(device_memory)
+        check_pin_memory(pin_memory)
         if device_memory != "auto" and schedule != "roundpipe":
             raise ValueError("`device_memory` is for schedule='roundpipe' only: the others' stages are given.")
         if not isinstance(compile, (bool, dict)):
@@ -170,6 +179,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.schedule = schedule
         self.lanes = lanes
         self.device_memory: DeviceMemory = device_memory
+        self.pin_memory: PinMemory = pin_memory
         self.devices = None if devices is None else list(devices)
         self.timeline = Timeline(timeline) if isinstance(timeline, (str, Path)) else timeline
         self.compile = compile
@@ -311,9 +321,13 @@ class RoundPipeStrategy(MultiProcessStrategy):
             return [CpuDevice(index, threads) for index in range(count)]
         collect()  # what a pipeline before this one has left on the devices
         peers: dict[torch.device, AcceleratorDevice] = {}
+        pinning = Pinning(self.pin_memory, most_to_pin(), rank_zero_warn)
         monitor = None if self._trainer is None else _monitor_of(self._trainer)
         timed = monitor is not None and monitor.metrics
-        return [AcceleratorDevice(hardware_of(device), peers, times_uploads=timed) for device in self._hardware]
+        return [
+            AcceleratorDevice(hardware_of(device), peers, pinning=pinning, times_uploads=timed)
+            for device in self._hardware
+        ]
 
     def _open(self) -> Pipeline:
         """Builds the pipeline, at the first batch: what hooks did to the model before counts."""

@@ -19,6 +19,7 @@ from lightning_roundpipe import RoundPipeStrategy, Timeline
 from lightning_roundpipe.devices import AcceleratorDevice
 from lightning_roundpipe.devices.accelerator import STREAMS, arrived, moved, pinned_copy
 from lightning_roundpipe.devices.hardware import TorchHardware
+from lightning_roundpipe.devices.pinned import Pinning
 
 pytestmark = [
     pytest.mark.gpu,
@@ -238,8 +239,8 @@ def test_host_memory(shape: tuple[int, ...], hardware: TorchHardware) -> None:
 def test_copies_keep_values_and_strides(hardware: TorchHardware) -> None:
     whole = torch.randn(6, 8)
     for tensor in (whole, whole.t(), whole[:, ::2], whole[:1].expand(6, 8), whole[2:2], whole.to_sparse()):
-        there = moved(tensor, hardware.torch_device, staged=True)
-        back = moved(there, torch.device("cpu"))
+        there = moved(tensor, hardware.torch_device, Pinning(), staged=True)
+        back = moved(there, torch.device("cpu"), Pinning())
         hardware.current_stream.record_event().synchronize()
         assert torch.equal(back.to_dense(), tensor.to_dense())
         if tensor.layout == torch.strided and tensor.numel():

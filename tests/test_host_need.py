@@ -19,6 +19,7 @@ from lightning_roundpipe.host_need import (
     bytes_of_trained,
     check_fits,
     host_need,
+    most_to_pin,
     resident_memory,
     states_of,
 )
@@ -182,10 +183,11 @@ def in_group(directory: str, files: dict[str, str]) -> dict[str, str]:
 
 
 def test_the_system_s_memory(tmp_path: Path) -> None:
-    assert available_memory(tmp_path) is None, "another system"
+    assert available_memory(tmp_path) is None and most_to_pin(tmp_path) is None, "another system"
     assert available_memory(system(tmp_path, MEMORY)) == 50 * 1024
     swap = {"proc/meminfo": MEMORY["proc/meminfo"].replace("SwapFree: 0", "SwapFree: 7")}
     assert available_memory(system(tmp_path, swap)) == 57 * 1024
+    assert most_to_pin(system(tmp_path, swap)) == 25 * 1024, "swap is no place for it"
 
 
 @pytest.mark.parametrize("directory", ["", "a", "a/b"], ids=["of a container", "above", "own"])

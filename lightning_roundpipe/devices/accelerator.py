@@ -13,8 +13,8 @@ uses, waits for an event of that stream, never for the device:
 - gradients of a stage are computed when those of the stage before are down;
 - what comes down has an event that the host waits for before it reads it (:func:`arrived`).
 
-A copy from or to host memory that is not pinned would let the host wait: parameters and inputs go up by pinned copies,
-and what comes down, comes to pinned memory.
+A copy from or to host memory that is not pinned lets the host wait: parameters and inputs go up by pinned copies, and
+what comes down, comes to pinned memory, as far as memory may be pinned (:class:`Pinning`).
 """
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices.base import Device, Event, Hardware, Stopwatch, Stream, arrival, arrived
 from lightning_roundpipe.devices.cpu import copy_with_strides
 from lightning_roundpipe.devices.file_pages import is_on_file, release_file_pages
-from lightning_roundpipe.devices.pinned import dense_strides
+from lightning_roundpipe.devices.pinned import Pinning, dense_strides
 from lightning_roundpipe.devices.stream_waits import StreamWaits
 
 STREAMS = ("compute", "parameters up", "inputs up", "down")
@@ -42,16 +42,23 @@ class AcceleratorDevice(Device):
     Args:
         hardware: The accelerator.
         peers: All devices of the pipeline, by where their tensors are. This one joins them.
+        pinning: Which host memory is pinned; by default all that is copied from and to.
         times_uploads: Whether it is measured how long computing waits for uploads.
     """
 
     shares_host_generator = True
 
     def __init__(
-        self, hardware: Hardware, peers: "dict[torch.device, AcceleratorDevice]", *, times_uploads: bool = False
+        self,
+        hardware: Hardware,
+        peers: "dict[torch.device, AcceleratorDevice]",
+        *,
+        pinning: Pinning | None = None,
+        times_uploads: bool = False,
     ) -> None:
         super().__init__()
         self.hardware: Hardware = hardware
+        self.pinning = pinning or Pinning()
         self.name = hardware.name
         self.torch_device = hardware.torch_device
         self.autocast = hardware.autocast
@@ -151,7 +158,8 @@ class AcceleratorDevice(Device):
         if missing:
             with self.hardware.on(self._parameters):
                 for parameter in missing:
-                    there = moved(parameter.detach(), self.torch_device, staged=not parameter.is_pinned())
+                    staged = not parameter.is_pinned()
+                    there = moved(parameter.detach(), self.torch_device, self.pinning, staged=staged)
                     slot[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
                     if not parameter.requires_grad and _lies_on_file(parameter):
                         release_file_pages([parameter])
@@ -172,11 +180,11 @@ class AcceleratorDevice(Device):
         tensor = self.bring_down(tensor)
         if tensor.layout != torch.strided:  # the allocator knows of no stream but the one that it was made in
             with self.running():
-                return moved(arrived(tensor).detach(), self.torch_device)
+                return moved(arrived(tensor).detach(), self.torch_device, self.pinning)
         if (event := arrival(tensor)) is not None:
             self._inputs.wait_event(event)
         with self.hardware.on(self._inputs):  # what is the user's own may be written to at any time
-            there = moved(tensor.detach(), self.torch_device, staged=event is None)
+            there = moved(tensor.detach(), self.torch_device, self.pinning, staged=event is None)
         _used_by(self._compute, there)
         self._wait_for_upload(self._inputs.record_event())
         return there
@@ -225,15 +233,23 @@ class AcceleratorDevice(Device):
                     peer._wait_for(event)
 
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.hardware.host_memory(like, dtype)
+        return self.pinning.memory(
+            like.numel() * dtype.itemsize,
+            partial(self.hardware.host_memory, like, dtype),
+            partial(torch.empty_strided, like.size(), dense_strides(like), dtype=dtype, device=_HOST),
+        )
+
+    def staged(self, tensor: Tensor) -> Tensor:
+        return _staged(tensor, self.pinning)
 
     def _bring_down(self, tensor: Tensor) -> Tensor:
-        """A copy in host memory, which is there after an event."""
+        """A copy in host memory, which is there after an event, or now, if it is not pinned."""
         self._downloads.wait_event(self._compute.record_event())
         with self.hardware.on(self._downloads):
-            copy = moved(tensor.detach(), _HOST)
+            copy = moved(tensor.detach(), _HOST, self.pinning)
         _used_by(self._downloads, tensor)
-        copy.arrival = self._downloads.record_event()  # type: ignore[attr-defined]
+        if copy.layout == torch.strided and copy.is_pinned():
+            copy.arrival = self._downloads.record_event()  # type: ignore[attr-defined]
         return copy
 
     def bring_gradient_down(self, gradient: Tensor, memory: Tensor) -> Event:
@@ -242,7 +258,7 @@ class AcceleratorDevice(Device):
             gradient = _with_strides_of(gradient, memory)
         self._downloads.wait_event(self._compute.record_event())
         with self.hardware.on(self._downloads):
-            memory.copy_(gradient, non_blocking=True)
+            memory.copy_(gradient, non_blocking=memory.is_pinned())
         _used_by(self._downloads, gradient)
         self._gradients_down = self._downloads.record_event()
         return self._gradients_down
@@ -313,13 +329,19 @@ def pinned_copy(tensor: Tensor) -> Tensor:
     return (tensor if dense and not tensor.is_pinned() else tensor.clone()).pin_memory()
 
 
-def moved(tensor: Tensor, device: torch.device, *, staged: bool = False) -> Tensor:
+def _staged(tensor: Tensor, pinning: Pinning) -> Tensor:
+    """What a host tensor goes up from: a pinned copy, or itself, and then the host is to wait until it is there."""
+    return pinning.memory(tensor.nbytes, partial(pinned_copy, tensor), lambda: tensor)
+
+
+def moved(tensor: Tensor, device: torch.device, pinning: Pinning, *, staged: bool = False) -> Tensor:
     """A copy on another device with the same strides: what looks at a tensor's layout must see the same there.
 
     Args:
         tensor: What is copied. The host does not wait for it, unless it has to make strides with gaps, or what is in
-            host memory is not pinned.
+            host memory may not be pinned.
         device: Where to.
+        pinning: Which host memory is pinned.
         staged: Whether it goes by a pinned copy: it may be written to before it is there, or is not pinned itself.
     """
     if tensor.layout != torch.strided or tensor.is_quantized:
@@ -329,9 +351,12 @@ def moved(tensor: Tensor, device: torch.device, *, staged: bool = False) -> Tens
         once = tensor
         for dim in repeated:
             once = once.narrow(dim, 0, 1)
-        return moved(once, device, staged=staged).expand(tensor.size())
-    source = pinned_copy(tensor) if staged and tensor.device == _HOST else tensor
-    copy = source.to(device, non_blocking=True)
+        return moved(once, device, pinning, staged=staged).expand(tensor.size())
+    if device == _HOST:  # where torch pins what it does not wait for
+        copy = pinning.memory(tensor.nbytes, lambda: tensor.to(device, non_blocking=True), lambda: tensor.to(device))
+    else:
+        source = _staged(tensor, pinning) if staged else tensor
+        copy = source.to(device, non_blocking=not staged or source is not tensor)
     if copy.stride() == tensor.stride() or tensor.numel() == 0:
         return copy
     if device == _HOST:

@@ -242,7 +242,12 @@ class Device(ABC):
     @abstractmethod
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Host memory for a tensor of this shape and these strides, whose contents mean nothing yet. What lies there
-        can be copied to the device, and back, while the host goes on."""
+        can be copied to the device, and back, while the host goes on, if it may be pinned."""
+
+    @abstractmethod
+    def staged(self, tensor: Tensor) -> Tensor:
+        """What a copy of a host tensor goes up from while the host goes on: a copy that nobody else writes to. It is
+        the tensor itself where there may be none, and the host is to wait."""
 
     @abstractmethod
     def stopwatch(self) -> Stopwatch:

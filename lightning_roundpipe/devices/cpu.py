@@ -69,6 +69,9 @@ class CpuDevice(Device):
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
+    def staged(self, tensor: Tensor) -> Tensor:
+        return tensor
+
     def stopwatch(self) -> HostStopwatch:
         return HostStopwatch()
 

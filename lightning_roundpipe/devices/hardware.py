@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -74,9 +74,19 @@ class TorchHardware:
         return event
 
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
-        """Pinned memory for a tensor of this shape and these strides."""
-        runtime = torch.cuda.cudart() if self.torch_device.type == "cuda" else None
-        return pinned_memory(like, dtype, runtime)
+        """Pinned memory for a tensor of this shape and these strides.
+
+        Raises:
+            RuntimeError: When the system does not let it be pinned.
+        """
+        if self.torch_device.type != "cuda":
+            return pinned_memory(like, dtype, None)
+        try:
+            return pinned_memory(like, dtype, torch.cuda.cudart())
+        except RuntimeError:
+            with suppress(RuntimeError):  # the runtime's last error, which torch would take for that of a later kernel
+                torch.ones((), device=self.torch_device)
+            raise
 
     def total_memory(self) -> int:
         """All its bytes."""

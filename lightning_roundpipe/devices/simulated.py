@@ -69,6 +69,8 @@ class SimulatedDevice:
         capacity: Bytes of memory, or None for as many as the host has.
         bandwidth: Bytes per second of its link, or None where copies take no time.
         latency: Seconds that each copy takes besides.
+        pinnable: Bytes of host memory that the system lets be pinned at a time, or None where it sets no limit. The
+            least of all devices' counts.
 
     Attributes:
         memory: What is held.
@@ -84,13 +86,20 @@ class SimulatedDevice:
     autocast = "cpu"
 
     def __init__(
-        self, index: int, *, capacity: int | None = None, bandwidth: float | None = None, latency: float = 0.0
+        self,
+        index: int,
+        *,
+        capacity: int | None = None,
+        bandwidth: float | None = None,
+        latency: float = 0.0,
+        pinnable: int | None = None,
     ) -> None:
         self.index = index
         self.torch_device = torch.device("meta", index)
         self.name = str(self.torch_device)
         self.bandwidth = bandwidth
         self.latency = latency
+        self.pinnable = pinnable
         self.memory = SimulatedMemory(self.name, capacity)
         self.up, self.down, self.across = Copies(), Copies(), Copies()
         self.waits = 0
@@ -152,6 +161,7 @@ class SimulatedDevice:
 
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         """Memory for a tensor of this shape and these strides that counts as pinned."""
+        _check_pinnable(like.numel() * dtype.itemsize)
         return _note_pinned(torch.empty_strided(like.size(), dense_strides(like), dtype=dtype, device="cpu"))
 
     def synchronize(self) -> None:
@@ -396,10 +406,10 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target = kwargs.get("device")
     goes_to_device = target is not None and _is_simulated(torch.device(target))
     if not on_devices and not goes_to_device:
-        if _host_uses:
-            _check_host(func, args, kwargs)
         if func is _aten.is_pinned.default:
             return _is_pinned(args[0])
+        if _host_uses:
+            _check_host(func, args, kwargs)
         if func is _aten._pin_memory.default:
             return pinned(args[0])
         return func(*args, **kwargs)
@@ -580,6 +590,9 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if target == source.device:
         return _compute(func, args, kwargs, simulated_device(target))
     blocking = not (kwargs.get("non_blocking", False) if makes else args[2] if len(args) > 2 else False)
+    makes_pinned = makes and target.type == "cpu" and not blocking  # as real devices do
+    if makes_pinned:
+        _check_pinnable(source.nbytes)
     giver = simulated_device(source.device) if isinstance(source, SimulatedTensor) else None
     taker = simulated_device(target) if _is_simulated(target) else None
     data = source.data_on_host if isinstance(source, SimulatedTensor) else source
@@ -616,7 +629,7 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taker.current_stream.wait_stream(stream)
     if giver is None or taker is None:
         on_host = result if taker is None else source
-        if makes and taker is None and not blocking:  # as real devices do
+        if makes_pinned:
             _note_pinned(on_host)
         on_device = source if taker is None else result
         flows = _is_pinned(on_host) and _lies_as(on_host, on_device)
@@ -633,7 +646,26 @@ def _lies_as(on_host: Tensor, other: Tensor) -> bool:
 
 def pinned(tensor: Tensor) -> Tensor:
     """A copy of a host tensor in memory that counts as pinned."""
+    _check_pinnable(tensor.nbytes)
     return _note_pinned(_placed_like(tensor, tensor.clone()))
+
+
+def pinned_bytes() -> int:
+    """The bytes of host memory that count as pinned now."""
+    with _host_uses_lock:
+        _forget_host_uses()
+    return sum(storage.nbytes() for of in _pinned.valuerefs() if (storage := of()) is not None)
+
+
+def _check_pinnable(nbytes: int) -> None:
+    """Before so many bytes more are pinned.
+
+    Raises:
+        RuntimeError: When the system does not allow it.
+    """
+    limits = [device.pinnable for device in list(_devices.values()) if device.pinnable is not None]
+    if limits and pinned_bytes() + nbytes > min(limits):
+        raise RuntimeError(f"{nbytes} bytes of host memory cannot be pinned (out of memory, as cudaHostAlloc says)")
 
 
 def _note_pinned(tensor: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class Steps:
         if self._on_host:
             yield
             return
-        with self._devices[0].in_thread(), Strays():
+        with self._devices[0].in_thread(), Strays(self._devices[0].staged):
             yield
 
     def _forward(

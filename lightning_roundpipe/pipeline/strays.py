@@ -17,7 +17,6 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from lightning_roundpipe.devices import arrived
-from lightning_roundpipe.devices.accelerator import pinned_copy
 from lightning_roundpipe.pipeline.watching import OF_ALL_MODULES, is_plain_object
 
 _JOINING = {
@@ -33,10 +32,15 @@ _SEEDS = {torch.autograd.grad: "grad_outputs", Tensor.backward: "gradient"}
 
 class Strays(TorchFunctionMode):
     """Lets operations have all their tensors on one device: where what they change is, or else where the first of them
-    is that is on a device. A checkpoint that runs code again thus finds everything where it was."""
+    is that is on a device. A checkpoint that runs code again thus finds everything where it was.
 
-    def __init__(self) -> None:
+    Args:
+        staged: Makes what goes up from host memory; see :meth:`Device.staged`.
+    """
+
+    def __init__(self, staged: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
+        self._staged = staged
         _watch_custom_functions()
 
     def __torch_function__(
@@ -45,7 +49,7 @@ class Strays(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is torch.autograd.backward:
             with self:  # a torch function by itself: without this, no stray tensor would be moved in it
-                return _backward(*args, **kwargs)
+                return self._backward(*args, **kwargs)
         found = list(_tensors((*args, *kwargs.values())))
         if len(found) < 2:
             return func(*args, **kwargs)
@@ -53,15 +57,52 @@ class Strays(TorchFunctionMode):
         if len(devices) == 1 or (name := getattr(func, "__name__", "")) in _MOVING:
             return func(*args, **kwargs)
         if (seeds := _SEEDS.get(func)) is not None:
-            return func(*args, **{**kwargs, seeds: _move_to_each(kwargs.get(seeds), args[0])})
+            return func(*args, **{**kwargs, seeds: self._move_to_each(kwargs.get(seeds), args[0])})
         target = next(tensor.device for tensor in found if tensor.device.type != "cpu")
         if isinstance(kwargs.get("out"), Tensor):
             target = kwargs["out"].device
         elif isinstance(args[0], Tensor) and (name in _IN_ITS_PLACE or _is_in_place(name)):
             target = args[0].device
         numbers = func not in _JOINING and target.type != "cpu"  # which the host may have
-        args = tuple(_move(item, target, numbers) for item in args)
-        return func(*args, **{key: _move(item, target, numbers) for key, item in kwargs.items()})
+        args = tuple(self._move(item, target, numbers) for item in args)
+        return func(*args, **{key: self._move(item, target, numbers) for key, item in kwargs.items()})
+
+    def _backward(
+        self,
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: Any = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """``torch.autograd.backward``, with each gradient moved to where its tensor is."""
+        gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(tensors)
+        seeds = _make_grads(tensors, self._move_to_each(gradients, tensors), is_grads_batched=False)
+        keep = create_graph if retain_graph is None else retain_graph
+        _engine_run_backward(tensors, seeds, keep, create_graph, tuple(inputs or ()), True, accumulate_grad=True)
+
+    def _move(self, item: Any, target: torch.device, numbers: bool) -> Any:
+        if isinstance(item, Tensor):
+            stays = item.device == target or (numbers and item.dim() == 0 and item.device.type == "cpu")
+            return item if stays else self.move(item, target)
+        if type(item) in (list, tuple):
+            return type(item)(self._move(part, target, numbers) for part in item)
+        return item
+
+    def _move_to_each(self, item: Any, tensors: Any) -> Any:
+        """Values, each to where its tensor is."""
+        if isinstance(item, Tensor):
+            return self.move(item, tensors.device if isinstance(tensors, Tensor) else tensors[0].device)
+        if type(item) in (list, tuple):
+            return type(item)(map(self._move_to_each, item, tensors))
+        return item
+
+    def move(self, tensor: Tensor, target: torch.device) -> Tensor:
+        """The tensor there. The host does not wait for what goes up, if it need not."""
+        if tensor.device.type != "cpu" or target.type == "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
+            return tensor.to(target)
+        source = self._staged(tensor)
+        return source.to(target, non_blocking=source is not tensor)
 
 
 @cache
@@ -71,25 +112,17 @@ def _watch_custom_functions() -> None:
     apply = Function.__dict__["apply"].__func__
 
     def applied(cls: type[Function], *args: Any, **kwargs: Any) -> Any:
-        if any(isinstance(mode, Strays) for mode in _get_current_function_mode_stack()):
+        strays = next((mode for mode in _get_current_function_mode_stack() if isinstance(mode, Strays)), None)
+        if strays is not None:
             on_devices = [arg.device for arg in args if isinstance(arg, Tensor) and arg.device.type != "cpu"]
             if on_devices:
                 args = tuple(
-                    _to(arg, on_devices[0]) if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args
+                    strays.move(arg, on_devices[0]) if isinstance(arg, Tensor) and arg.requires_grad else arg
+                    for arg in args
                 )
         return apply(cls, *args, **kwargs)
 
     Function.apply = classmethod(applied)  # type: ignore[assignment, method-assign]
-
-
-def _backward(
-    tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None
-) -> None:
-    """``torch.autograd.backward``, with each gradient moved to where its tensor is."""
-    gradients = (grad_tensors,) if isinstance(grad_tensors, Tensor) else grad_tensors or (None,) * len(tensors)
-    seeds = _make_grads(tensors, _move_to_each(gradients, tensors), is_grads_batched=False)
-    keep = create_graph if retain_graph is None else retain_graph
-    _engine_run_backward(tensors, seeds, keep, create_graph, tuple(inputs or ()), True, accumulate_grad=True)
 
 
 def bring_home(root: nn.Module, bring_down: Callable[[Tensor], Tensor]) -> None:
@@ -154,31 +187,6 @@ def _replaced(value: Any, new: Callable[[Tensor], Tensor], depth: int) -> Any:
 
 def _is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name != "__invert__")
-
-
-def _move(item: Any, target: torch.device, numbers: bool) -> Any:
-    if isinstance(item, Tensor):
-        stays = item.device == target or (numbers and item.dim() == 0 and item.device.type == "cpu")
-        return item if stays else _to(item, target)
-    if type(item) in (list, tuple):
-        return type(item)(_move(part, target, numbers) for part in item)
-    return item
-
-
-def _move_to_each(item: Any, tensors: Any) -> Any:
-    """Values, each to where its tensor is."""
-    if isinstance(item, Tensor):
-        return _to(item, tensors.device if isinstance(tensors, Tensor) else tensors[0].device)
-    if type(item) in (list, tuple):
-        return type(item)(map(_move_to_each, item, tensors))
-    return item
-
-
-def _to(tensor: Tensor, target: torch.device) -> Tensor:
-    """The tensor there. The host does not wait for what goes up."""
-    if tensor.device.type != "cpu" or target.type == "cpu" or tensor.layout != torch.strided or tensor.is_quantized:
-        return tensor.to(target)
-    return pinned_copy(tensor).to(target, non_blocking=True)
 
 
 def _tensors(items: Iterable[Any]) -> Iterator[Tensor]:
