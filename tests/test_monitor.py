@@ -322,13 +322,13 @@ def test_a_stream_s_waits() -> None:
     device = SimulatedDevice(0, bandwidth=1000.0)
     compute, copies = device.stream("compute"), device.stream("copies")
     waits = StreamWaits(partial(device.timestamp, compute))
-    device.count(device.up, 3000, copies)
+    device.count("up", 3000, copies)
     with waits.measured():
         compute.wait_event(copies.record_event())
     copies.issue()
     with waits.measured():
         compute.wait_event(copies.record_event())  # which takes no time
-    device.count(device.up, 500, copies)
+    device.count("up", 500, copies)
     with waits.measured():
         compute.wait_event(copies.record_event())
     with pytest.raises(StreamOrderError, match="not known before both have come"):

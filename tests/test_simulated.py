@@ -765,12 +765,14 @@ def test_copies_between_devices_wait_for_both(here: torch.device, elsewhere: tor
 
 def test_time_of_copies_in_streams() -> None:
     device = SimulatedDevice(3, bandwidth=FLOAT * 10.0)
-    up, down = device.stream("up"), device.stream("down")
+    up, beside, down = (device.stream(name) for name in ("up", "up, too", "down"))
     with simulating():
-        with up:
-            torch.zeros(100).to(device.torch_device, non_blocking=True)
-        with down:
-            torch.zeros(30).to(device.torch_device, non_blocking=True)
-    assert (up.seconds, down.seconds, device.default_stream.seconds) == (10.0, 3.0, 0.0)
+        x = torch.zeros(50, device=device.torch_device)
+        down.wait_stream(device.default_stream)
+        for stream, copy in ((up, torch.zeros(100)), (beside, torch.zeros(30)), (down, x)):
+            with stream:
+                copy.to("cpu" if copy is x else device.torch_device, non_blocking=True)
+    times = up.seconds, beside.seconds, down.seconds, device.default_stream.seconds
+    assert times == (10.0, 13.0, 5.0, 0.0), "those on one link one after the other"
     down.wait_stream(up)
     assert down.seconds == 10.0

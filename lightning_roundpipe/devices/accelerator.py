@@ -20,6 +20,7 @@ what comes down, comes to pinned memory, as far as memory may be pinned (:class:
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ from lightning_roundpipe.devices.file_pages import is_on_file, release_file_page
 from lightning_roundpipe.devices.pinned import Pinning, dense_strides
 from lightning_roundpipe.devices.stream_waits import StreamWaits
 
+PIECE = 32 * 10**6
+"""Bytes. Larger parameters go up in pieces, between which copies of other streams take their turn."""
 STREAMS = ("compute", "parameters up", "inputs up", "down")
 """What each stream of a device does."""
 _HOST = torch.device("cpu")
@@ -159,7 +162,7 @@ class AcceleratorDevice(Device):
             with self.hardware.on(self._parameters):
                 for parameter in missing:
                     staged = not parameter.is_pinned()
-                    there = moved(parameter.detach(), self.torch_device, self.pinning, staged=staged)
+                    there = moved_in_pieces(parameter.detach(), self.torch_device, self.pinning, staged=staged)
                     slot[id(parameter)] = parameter, nn.Parameter(there, requires_grad=parameter.requires_grad)
                     if not parameter.requires_grad and _lies_on_file(parameter):
                         release_file_pages([parameter])
@@ -362,3 +365,24 @@ def moved(tensor: Tensor, device: torch.device, pinning: Pinning, *, staged: boo
     if device == _HOST:
         copy = tensor.to(device)
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device).copy_(copy)
+
+
+def moved_in_pieces(tensor: Tensor, device: torch.device, pinning: Pinning, *, staged: bool) -> Tensor:
+    """As :func:`moved`, for what goes up from host memory. If it is large it goes in pieces, each by a pinned copy."""
+    if tensor.nbytes <= PIECE or tensor.layout != torch.strided or tensor.stride() != dense_strides(tensor):
+        return moved(tensor, device, pinning, staged=staged)
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+    flat, flat_copy = (each.as_strided((each.numel(),), (1,)) for each in (tensor, copy))
+    for start, stop in pieces(tensor.numel(), max(1, PIECE // tensor.element_size())):
+        piece = flat[start:stop]
+        source = _staged(piece, pinning) if staged else piece
+        flat_copy[start:stop].copy_(source, non_blocking=not staged or source is not piece)
+    return copy
+
+
+def pieces(length: int, most: int) -> list[tuple[int, int]]:
+    """Where each piece starts and stops if so many elements are cut into the fewest pieces of at most `most`, of sizes
+    that are as equal as can be."""
+    count = max(1, -(-length // most))
+    bounds = [length * i // count for i in range(count + 1)]
+    return list(pairwise(bounds))

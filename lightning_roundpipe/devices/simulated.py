@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 import numpy
@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_roundpipe.devices.base import Mark
 from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.devices.simulated_autocast import KEYS, autocast_as_on_the_host, watching_casts
+from lightning_roundpipe.devices.simulated_links import Link
 from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
 from lightning_roundpipe.devices.simulated_random import keep_random_states
 from lightning_roundpipe.devices.simulated_streams import SimulatedEvent, SimulatedStream, Uses, current_stream
@@ -67,7 +68,8 @@ class SimulatedDevice:
     Args:
         index: Its number: its tensors are on ``meta:index``.
         capacity: Bytes of memory, or None for as many as the host has.
-        bandwidth: Bytes per second of its link, or None where copies take no time.
+        bandwidth: Bytes per second of its links (to the host, from the host, from other devices), or None where copies
+            take no time. On a link they are made one at a time, and streams take turns.
         latency: Seconds that each copy takes besides.
         pinnable: Bytes of host memory that the system lets be pinned at a time, or None where it sets no limit. The
             least of all devices' counts.
@@ -102,6 +104,7 @@ class SimulatedDevice:
         self.pinnable = pinnable
         self.memory = SimulatedMemory(self.name, capacity)
         self.up, self.down, self.across = Copies(), Copies(), Copies()
+        self.links = {"up": Link(), "down": Link(), "across": Link()}
         self.waits = 0
         self.generator = torch.Generator().manual_seed(0)
         self.default_stream = SimulatedStream(self.name, "the default stream")
@@ -169,13 +172,14 @@ class SimulatedDevice:
         self.current_stream.synchronize()
         self.default_stream.synchronize()
 
-    def count(self, copies: Copies, nbytes: int, stream: SimulatedStream) -> None:
+    def count(self, way: Literal["up", "down", "across"], nbytes: int, stream: SimulatedStream) -> None:
         """Counts a copy, and lets it take its time on a stream."""
+        copies: Copies = getattr(self, way)
         seconds = self.latency + (nbytes / self.bandwidth if self.bandwidth else 0.0)
         copies.count += 1
         copies.nbytes += nbytes
         copies.seconds += seconds
-        stream.seconds += seconds
+        stream.copy_on(self.links[way], seconds)
 
     def __repr__(self) -> str:
         return f"<SimulatedDevice {self.name}>"
@@ -621,11 +625,11 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     nbytes = result.numel() * (result if giver is None else source).element_size()
     if giver is None:
         assert taker is not None
-        taker.count(taker.up, nbytes, stream)
+        taker.count("up", nbytes, stream)
     elif taker is None:
-        giver.count(giver.down, nbytes, stream)
+        giver.count("down", nbytes, stream)
     else:
-        taker.count(taker.across, nbytes, stream)
+        taker.count("across", nbytes, stream)
         taker.current_stream.wait_stream(stream)
     if giver is None or taker is None:
         on_host = result if taker is None else source

@@ -7,6 +7,8 @@ have been told to wait: each stream knows how far the others were when it last w
 import threading
 from typing import Any
 
+from lightning_roundpipe.devices.simulated_links import Link, Time
+
 Moment = tuple["SimulatedStream", int]
 """A piece of work: the stream that it was given to, and its number there."""
 
@@ -26,14 +28,14 @@ class SimulatedStream:
 
     Attributes:
         issued: Number of the last piece of work that it was given.
-        seconds: When its work so far is done, by the modelled durations of copies.
+        time: When its work so far is done, by the modelled durations of copies.
     """
 
     def __init__(self, device: str, name: str) -> None:
         self.device = device
         self.name = f"{name} of {device}"
         self.issued = 0
-        self.seconds = 0.0
+        self.time = Time()
         self._completed = 0
         self._known: dict[SimulatedStream, int] = {}
         self._issuing = threading.Lock()
@@ -43,6 +45,16 @@ class SimulatedStream:
         with self._issuing:
             self.issued += 1
             return self.issued
+
+    @property
+    def seconds(self) -> float:
+        """When its work so far is done, by the modelled durations of copies."""
+        return self.time.seconds()
+
+    def copy_on(self, link: Link, seconds: float) -> None:
+        """Its present work is a copy that takes so long on a link."""
+        if seconds:
+            self.time = self.time.and_copy(link, self, seconds)
 
     def follows(self, moment: Moment) -> bool:
         """Whether what it is given from now on comes after some work."""
@@ -62,7 +74,7 @@ class SimulatedStream:
         """What comes from now on waits for what the event was recorded after. The host does not."""
         for stream, number in event.known.items():
             self._known[stream] = max(number, self._known.get(stream, 0))
-        self.seconds = max(self.seconds, event.seconds)
+        self.time = self.time.and_also(event.time)
 
     def wait_stream(self, other: "SimulatedStream") -> None:
         self.wait_event(other.record_event())
@@ -87,12 +99,12 @@ class SimulatedEvent:
 
     def __init__(self) -> None:
         self.known: dict[SimulatedStream, int] = {}
-        self.seconds = 0.0
+        self.time = Time()
 
     def record(self, stream: SimulatedStream) -> None:
         """From now on it stands for all work that the stream has been given, and what that has waited for."""
         self.known = {**stream._known, stream: stream.issued}
-        self.seconds = stream.seconds
+        self.time = stream.time
 
     def wait(self, stream: SimulatedStream) -> None:
         stream.wait_event(self)
@@ -101,6 +113,7 @@ class SimulatedEvent:
         """The host waits for it."""
         for stream, number in self.known.items():
             stream._completed = max(stream._completed, number)
+        self.time.seconds()  # what is handed out from now on comes later
 
     def query(self) -> bool:
         """Whether the host knows that it has come."""
@@ -114,7 +127,7 @@ class SimulatedEvent:
         """
         if not (self.query() and end.query()):
             raise StreamOrderError("The time between two events is not known before both have come.")
-        return 1000 * (end.seconds - self.seconds)
+        return 1000 * (end.time.seconds() - self.time.seconds())
 
 
 def current_stream(device: str) -> SimulatedStream | None:
