@@ -107,14 +107,16 @@ class PipelineReport:
             )
         devices = Table(
             title=f"Devices ({self.batches} batches, {self.training_seconds:.1f} s of training)",
-            caption="up: parameters and activations to the device, down: gradients and activations",
+            caption="up: parameters and activations to the device, down: gradients and activations; across:"
+            " activations from other devices, past the host",
         )
         devices.add_column("device")
-        for title in ("busy s", "busy %", "layer calls", "MB up", "MB down"):
+        for title in ("busy s", "busy %", "layer calls", "MB up", "MB down", "MB across"):
             devices.add_column(title, justify="right")
         for device in self.devices:
             share = 100 * device.busy_seconds / self.training_seconds if self.training_seconds else 0.0
-            moved = [f"{count / 1e6:,.1f}" for count in (device.traffic.up, device.traffic.down)]
+            traffic = device.traffic
+            moved = [f"{count / 1e6:,.1f}" for count in (traffic.up, traffic.down, traffic.across)]
             devices.add_row(device.name, f"{device.busy_seconds:.2f}", f"{share:.1f}", f"{device.actions:,}", *moved)
         return Group(layers, devices)
 

@@ -40,7 +40,7 @@ class Chain(L.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-FIELDS = ("parameters_up", "activations_up", "gradients_down", "activations_down")
+FIELDS = ("parameters_up", "activations_up", "gradients_down", "activations_down", "across")
 
 
 def added(*parts: Traffic) -> Traffic:

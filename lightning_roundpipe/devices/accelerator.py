@@ -1,17 +1,20 @@
 """A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up.
 
-The host only hands out work, to four streams of the device: one computes, one brings parameters up, one brings inputs
-up (which so need not queue behind a stage's parameters), one brings things down. The one that computes is the program's
-own: whatever the user's code does with a tensor of the device, on the main thread, too, comes after what made it, and
-libraries that keep memory for each stream need it once. Who needs what another stream makes, or the memory that it
-uses, waits for an event of that stream, never for the device:
+The host only hands out work, to streams of the device: one computes, one brings parameters up, one brings inputs up
+(which so need not queue behind a stage's parameters), one brings things down. Where devices reach one another, what
+goes from one to another does so past the host, by two more streams: of what goes, and of what comes. The one that
+computes is the program's own: whatever the user's code does with a tensor of the device, on the main thread, too, comes
+after what made it, and libraries that keep memory for each stream need it once. Who needs what another stream makes, or
+the memory that it uses, waits for an event of that stream, never for the device:
 
 - computing waits for what it takes to be up, and what is brought down to be computed;
 - parameters have two slots. The next stage's come up while one computes: the host is at most two stages ahead. A slot
   is used again when the calls of its stage are done;
 - an input's memory, up or on its way down, is used again when the call after its own begins;
 - gradients of a stage are computed when those of the stage before are down;
-- what comes down has an event that the host waits for before it reads it (:func:`arrived`).
+- what comes down has an event that the host waits for before it reads it (:func:`arrived`);
+- what goes to another device is copied when it is computed; the other one computes when it is there, and this one, too,
+  where it may be changed in place.
 
 A copy from or to host memory that is not pinned lets the host wait: parameters and inputs go up by pinned copies, and
 what comes down, comes to pinned memory, as far as memory may be pinned (:class:`Pinning`).
@@ -34,7 +37,7 @@ from lightning_roundpipe.devices.stream_waits import StreamWaits
 
 PIECE = 32 * 10**6
 """Bytes. Larger parameters go up in pieces, between which copies of other streams take their turn."""
-STREAMS = ("compute", "parameters up", "inputs up", "down")
+STREAMS = ("compute", "parameters up", "inputs up", "down", "to others", "from others")
 """What each stream of a device does."""
 _HOST = torch.device("cpu")
 
@@ -71,14 +74,18 @@ class AcceleratorDevice(Device):
         self._parameters: Stream = hardware.stream("the parameters' upload stream")
         self._inputs: Stream = hardware.stream("the inputs' upload stream")
         self._downloads: Stream = hardware.stream("the download stream")
+        self._outgoing: Stream = hardware.stream("the stream to others")
+        self._incoming: Stream = hardware.stream("the stream from others")
+        self._reached: dict[torch.device, bool] = {}
+        """What is known of others' places."""
         now: Event = self._compute.record_event()
         self._stage: Hashable = None
         self._slots: list[dict[int, tuple[Tensor, Tensor]]] = [{}, {}]
         """For each of the last two stages its parameters, by id, and what stands for them here."""
         self._stages_begun: list[Event] = [now, now]
         """When the last two stages began, and so those before them were done."""
-        self._calls_begun: tuple[Event, Event] = now, now
-        """Likewise for the last call: of computing, and of bringing down."""
+        self._calls_begun: tuple[Event, ...] = (now,)
+        """Likewise for the last call: of computing, and of what goes from here."""
         self._uploaded: Event = now
         self._gradients_down: Event = now
         self._gradients_before: Event = now
@@ -100,7 +107,8 @@ class AcceleratorDevice(Device):
     @property
     def streams(self) -> dict[str, Stream]:
         """By what they do."""
-        return dict(zip(STREAMS, (self._compute, self._parameters, self._inputs, self._downloads), strict=True))
+        streams = self._compute, self._parameters, self._inputs, self._downloads, self._outgoing, self._incoming
+        return dict(zip(STREAMS, streams, strict=True))
 
     # -- order -----------------------------------------------------------------------------------------------------
 
@@ -108,7 +116,8 @@ class AcceleratorDevice(Device):
         for event in self._calls_begun:  # nothing of the call before the last is in use any more
             self._compute.wait_event(event)
             self._inputs.wait_event(event)
-        self._calls_begun = self._compute.record_event(), self._downloads.record_event()
+        streams = self._compute, self._downloads, self._outgoing
+        self._calls_begun = tuple(stream.record_event() for stream in streams)
         if stage != self._stage:
             self._stage = stage
             self._begin_stage()
@@ -144,7 +153,7 @@ class AcceleratorDevice(Device):
         return self._stopwatch
 
     def settle(self) -> None:
-        for stream in (self._parameters, self._inputs, self._compute, self._downloads):
+        for stream in self.streams.values():
             stream.record_event().synchronize()
         if self._waits is not None:
             self._waits.collect()
@@ -174,12 +183,42 @@ class AcceleratorDevice(Device):
     def uploaded(self) -> Event:
         return self._uploaded
 
+    def reaches(self, place: torch.device) -> bool:
+        if place == self.torch_device or place not in self._peers:
+            return False
+        if place not in self._reached:
+            self._reached[place] = self.hardware.reaches(place)
+        return self._reached[place]
+
     def to_device(self, tensor: Tensor) -> Tensor:
-        return tensor if tensor.device == self.torch_device else self._bring_up(self._kept(tensor))
+        if tensor.device == self.torch_device:
+            return tensor
+        if not self._comes_across(tensor):
+            return self._bring_up(self._kept(tensor))
+        there = self._bring_across(tensor)
+        self._peers[tensor.device]._wait_for(self._incoming.record_event())  # it may be changed in place
+        return there
+
+    def _comes_across(self, tensor: Tensor) -> bool:
+        return tensor.layout == torch.strided and self.reaches(tensor.device)
+
+    def _bring_across(self, tensor: Tensor) -> Tensor:
+        """A copy of what is on another device that this one reaches. By torch's rule that one's present stream copies,
+        after this one's present stream, which then waits for it."""
+        giver = self._peers[tensor.device]
+        giver._outgoing.wait_event(giver._compute.record_event())
+        with giver.hardware.on(giver._outgoing), self.hardware.on(self._incoming):
+            there = moved(tensor.detach(), self.torch_device, self.pinning)
+        _used_by(giver._outgoing, tensor)
+        _used_by(self._compute, there)
+        self._wait_for_upload(self._incoming.record_event())
+        return there
 
     def _bring_up(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.torch_device:
             return tensor
+        if self._comes_across(tensor):
+            return self._bring_across(tensor)
         tensor = self.bring_down(tensor)
         if tensor.layout != torch.strided:  # the allocator knows of no stream but the one that it was made in
             with self.running():

@@ -12,16 +12,19 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes moved between host memory and a device. On a virtual device nothing is copied: what would have been.
+    """Bytes moved to and from a device. On a virtual device nothing is copied: what would have been.
 
     A stage's parameters come up, and its gradients come down, once for all microbatches. A call's inputs come down to
-    be kept for the recompute, and up again for it; those of a stage's first call come from another device, by the host.
+    be kept for the recompute, and up again for it; those of a stage's first call come from another device: by the host,
+    or across, where the devices reach one another.
     """
 
     parameters_up: int = 0
     activations_up: int = 0
     gradients_down: int = 0
     activations_down: int = 0
+    across: int = 0
+    """From other devices, past the host."""
 
     @property
     def up(self) -> int:
@@ -131,6 +134,9 @@ class Hardware(Protocol):
     def in_thread(self) -> AbstractContextManager[Any]:
         """Around what a thread does with tensors on such devices."""
 
+    def reaches(self, other: torch.device) -> bool:
+        """Whether another device's tensors can be copied to it without going by host memory."""
+
     def total_memory(self) -> int | None:
         """All its bytes, or None where there is no limit."""
 
@@ -221,6 +227,10 @@ class Device(ABC):
     @abstractmethod
     def uploaded(self) -> Event | None:
         """When the last of these has been read, if that is later than now."""
+
+    @abstractmethod
+    def reaches(self, place: torch.device) -> bool:
+        """Whether tensors come here from another device of the pipeline without going by host memory."""
 
     @abstractmethod
     def to_device(self, tensor: Tensor) -> Tensor:

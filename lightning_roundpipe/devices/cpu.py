@@ -48,6 +48,9 @@ class CpuDevice(Device):
     def uploaded(self) -> None:
         return None
 
+    def reaches(self, place: torch.device) -> bool:
+        return False
+
     def to_device(self, tensor: Tensor) -> Tensor:
         return tensor
 

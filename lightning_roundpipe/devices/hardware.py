@@ -88,6 +88,12 @@ class TorchHardware:
                 torch.ones((), device=self.torch_device)
             raise
 
+    def reaches(self, other: torch.device) -> bool:
+        """Whether another device's tensors can be copied to it without going by host memory: torch tells of CUDA's and
+        ROCm's devices only."""
+        kinds = self.torch_device.type, other.type
+        return kinds == ("cuda", "cuda") and torch.cuda.can_device_access_peer(self.torch_device, other)
+
     def total_memory(self) -> int:
         """All its bytes."""
         return self._module.mem_get_info(self.torch_device)[1]

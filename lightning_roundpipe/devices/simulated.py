@@ -71,6 +71,7 @@ class SimulatedDevice:
         bandwidth: Bytes per second of its links (to the host, from the host, from other devices), or None where copies
             take no time. On a link they are made one at a time, and streams take turns.
         latency: Seconds that each copy takes besides.
+        peer_access: Whether it and others of which that is true reach one another without the host.
         pinnable: Bytes of host memory that the system lets be pinned at a time, or None where it sets no limit. The
             least of all devices' counts.
 
@@ -94,6 +95,7 @@ class SimulatedDevice:
         capacity: int | None = None,
         bandwidth: float | None = None,
         latency: float = 0.0,
+        peer_access: bool = False,
         pinnable: int | None = None,
     ) -> None:
         self.index = index
@@ -101,6 +103,7 @@ class SimulatedDevice:
         self.name = str(self.torch_device)
         self.bandwidth = bandwidth
         self.latency = latency
+        self.peer_access = peer_access
         self.pinnable = pinnable
         self.memory = SimulatedMemory(self.name, capacity)
         self.up, self.down, self.across = Copies(), Copies(), Copies()
@@ -127,6 +130,10 @@ class SimulatedDevice:
     def in_thread(self) -> AbstractContextManager[None]:
         """Around what a thread does with its tensors."""
         return simulating()
+
+    def reaches(self, other: torch.device) -> bool:
+        """Whether both have access to their peers."""
+        return self.peer_access and _is_simulated(other) and simulated_device(other).peer_access
 
     def total_memory(self) -> int | None:
         """Its capacity."""
@@ -612,6 +619,8 @@ def _copy(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         options = {**kwargs, "device": torch.device("cpu"), "non_blocking": False, "pin_memory": None}
         copied = _placed_like(data, func(data, *args[1:], **options))
         result: Tensor = copied if taker is None else _made(copied, taker)
+        if isinstance(result, SimulatedTensor):
+            result.block.uses.written = (stream, stream.issued)  # which is the giver's, if there is one
     else:
         result = args[0]
         if isinstance(result, SimulatedTensor):

@@ -430,12 +430,13 @@ class Call:
                 self._versions.append((i, counter, leaf._version))
 
     def _at_hand(self, device: Device, leaves: Sequence[Any]) -> Sequence[Any]:
-        """What is elsewhere comes up from where it is kept: from another device it has come down already."""
+        """What is elsewhere comes up from where it is kept, unless the device reaches it: from another one it has come
+        down already."""
         if device.is_host or not self._saved:
             return leaves
         place = device.torch_device
         return [
-            kept if isinstance(leaf, Tensor) and leaf.device != place else leaf
+            kept if isinstance(leaf, Tensor) and leaf.device != place and not device.reaches(leaf.device) else leaf
             for leaf, kept in zip(leaves, self._saved, strict=True)
         ]
 

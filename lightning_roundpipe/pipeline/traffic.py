@@ -1,4 +1,4 @@
-"""What a batch moves between host memory and devices, in bytes.
+"""What a batch moves between host memory and devices, and between devices, in bytes.
 
 A stage's parameters are uploaded, and its gradients downloaded, once for all microbatches: what has been moved already
 is noted with the batch. While microbatches run one after the other, each of them is a stage of its own.
@@ -29,9 +29,13 @@ def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str,
     if _first(microbatch, ("up", call.layer.index)):
         traffic.parameters_up += nbytes(call.parameters)
     if enters or mode == Mode.DROP:
-        inputs = nbytes(call.arguments.leaves)
-        traffic.activations_up += inputs if enters else 0
-        traffic.activations_down += inputs
+        leaves = call.arguments.leaves
+        inputs = nbytes(leaves)
+        across = nbytes(leaf for leaf in leaves if isinstance(leaf, Tensor) and device.reaches(leaf.device))
+        if enters:
+            traffic.activations_up += inputs - across
+            traffic.across += across
+        traffic.activations_down += inputs if mode == Mode.DROP else inputs - across
 
 
 def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
