@@ -131,24 +131,57 @@ def test_what_is_no_amount(wanted: Any) -> None:
         RoundPipeStrategy(device_memory=wanted)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "meant"),
+    [
+        (1, r"1\.0, all of the device's memory"),
+        (24, r"24 \* 10\*\*9, 24 GB"),
+        (24_000, r"24000 \* 10\*\*6, 24000 MB"),
+    ],
+)
+def test_another_unit_was_meant(wanted: int, meant: str) -> None:
+    with pytest.raises(ValueError, match=rf"`device_memory` is {wanted}, .* You probably meant {meant}\."):
+        RoundPipeStrategy(device_memory=wanted)
+    assert RoundPipeStrategy(device_memory=wanted, devices=[SimulatedDevice(0)]).device_memory == wanted
+    assert RoundPipeStrategy(device_memory=10**6).device_memory == 10**6
+
+
+def test_more_than_there_is() -> None:
+    """Of the smallest device; then it is what is free."""
+    said: list[str] = []
+    peers: dict[torch.device, AcceleratorDevice] = {}
+    devices = [AcceleratorDevice(SimulatedDevice(i, capacity=capacity), peers) for i, capacity in enumerate((900, 500))]
+    assert memory_limit(500, devices, said.append) == 500 and not said
+    with devices[0].in_thread():
+        held = torch.zeros(25).to(devices[1].torch_device)
+        assert memory_limit(501, devices, said.append) == 400
+    assert said == [
+        "roundpipe: device_memory=501 is 501 bytes, and meta:1 has 500 bytes: stages may take what is free of it,"
+        " 400 bytes, as with device_memory='auto'."
+    ]
+    del held
+    for unlimited in (AcceleratorDevice(SimulatedDevice(2), {}), CpuDevice(0, 1)):
+        assert memory_limit(2**50, [unlimited], pytest.fail) == 2**50
+
+
 def test_the_limit_is_that_of_the_smallest_device() -> None:
     peers: dict[torch.device, AcceleratorDevice] = {}
     devices = [AcceleratorDevice(SimulatedDevice(i, capacity=capacity), peers) for i, capacity in enumerate((900, 500))]
-    assert memory_limit("auto", devices) == 500
-    assert memory_limit(0.5, devices) == 250
-    assert memory_limit(1.0, devices) == 500
-    assert memory_limit(1, devices) == 1
+    assert memory_limit("auto", devices, pytest.fail) == 500
+    assert memory_limit(0.5, devices, pytest.fail) == 250
+    assert memory_limit(1.0, devices, pytest.fail) == 500
+    assert memory_limit(1, devices, pytest.fail) == 1
     without = AcceleratorDevice(SimulatedDevice(2), peers)
-    assert memory_limit("auto", [*devices, without]) == 500
+    assert memory_limit("auto", [*devices, without], pytest.fail) == 500
     for device in (without, CpuDevice(0, 1)):
-        assert memory_limit("auto", [device]) is None
+        assert memory_limit("auto", [device], pytest.fail) is None
         with pytest.raises(ValueError, match=rf"`device_memory` is 0.5, .* but {device.name} has no limit to it"):
-            memory_limit(0.5, [*devices, device])
+            memory_limit(0.5, [*devices, device], pytest.fail)
 
 
 def test_schedules_whose_stages_are_given() -> None:
     with pytest.raises(ValueError, match="`device_memory` is for schedule='roundpipe' only"):
-        RoundPipeStrategy(schedule="gpipe", device_memory=1000)
+        RoundPipeStrategy(schedule="gpipe", device_memory=10**6)
 
 
 # --- training
@@ -213,10 +246,12 @@ CAPACITY = 14 * PARAMETERS
 @pytest.mark.usefixtures("one_slow_layer")
 @pytest.mark.parametrize("devices", [1, 2])
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_stages_that_would_not_fit_are_cut(devices: int, staleness: int) -> None:
+def test_stages_that_would_not_fit_are_cut(devices: int, staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
     depth = 20
-    with pytest.raises(torch.OutOfMemoryError):  # by time alone, 19 blocks are one stage, and the last another
-        train(depth, CAPACITY, devices=devices, staleness=staleness, device_memory=2**40)
+    with monkeypatch.context() as unlimited, pytest.raises(torch.OutOfMemoryError):
+        # By time alone, 19 blocks are one stage, and the last another.
+        unlimited.setattr("lightning_roundpipe.strategy.memory_limit", lambda *_: 2**40)
+        train(depth, CAPACITY, devices=devices, staleness=staleness)
     trainer, seen = train(depth, CAPACITY, devices=devices, staleness=staleness)
     (partition,) = seen.partitions
     assert 4 < partition.stage_count() < 2 * depth - 1
@@ -358,7 +393,8 @@ def test_virtual_devices() -> None:
     depth = 20
     for wanted, most_blocks in (("auto", depth), (9 * PARAMETERS, 3)):
         seen = Seen([])
-        strategy = RoundPipeStrategy(microbatches=2, split="step", device_memory=wanted)
+        strategy = RoundPipeStrategy(microbatches=2, split="step")
+        strategy.device_memory = wanted  # a number that is too small for any but such blocks
         trainer = fit(make(depth), data(2, 4), strategy, devices=2, callbacks=[seen])
         (partition,) = seen.partitions
         assert max(len(stage) for stage in partition.backward) <= most_blocks
