@@ -14,6 +14,7 @@ from lightning_roundpipe.host_need import resident_memory
 from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.processes import MultiProcessStrategy
 from lightning_roundpipe.report import PipelineReport, stages_in_words
+from lightning_roundpipe.schedules.costs import stage_ranges
 from lightning_roundpipe.units import GB
 
 if TYPE_CHECKING:
@@ -197,11 +198,14 @@ def stage_times(pipeline: Pipeline) -> list[StageTime]:
         return []
     names = [pipeline.layers[call].name for call in plan.calls]
     found = []
-    costs = pipeline.measured.costs_of(plan.calls)
-    for kind, stages, seconds in zip("FB", (plan.partition.forward, plan.partition.backward), costs, strict=True):
-        for number, calls in enumerate(stages):
-            name = f"{kind}{number + (len(plan.partition.forward) if kind == 'B' else 0)}"
-            found.append(StageTime(name, [names[call] for call in calls], sum(seconds[call] for call in calls)))
+    forward, backward = pipeline.measured.costs_of(plan.calls)
+    for stage, calls in enumerate(stage_ranges(plan.partition)):
+        below = stage < len(plan.partition.forward)
+        seconds = sum((forward if below else backward)[call] for call in calls)
+        if stage == plan.fused_stage:  # instead of a recompute there is the forward
+            kept = (call for call in calls if not pipeline.measured.recomputes(plan.calls[call]))
+            seconds += sum(forward[call] for call in kept)
+        found.append(StageTime(f"{'F' if below else 'B'}{stage}", [names[call] for call in calls], seconds))
     return found
 
 

@@ -89,7 +89,7 @@ class PipelineReport:
         """The report for a terminal."""
         layers = Table(
             title=f"Layers and stages ({self.microbatches} microbatches)",
-            caption="F: forward, B: backward with recompute; time per microbatch",
+            caption="F: forward, B: backward, with the recompute if there is one; time per microbatch",
         )
         layers.add_column("layer", overflow="fold")
         layers.add_column("class", overflow="fold")

@@ -112,6 +112,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
             numbers are the same, but copies take time beside computing. ``"auto"``: as much as the system allows, and
             at most half of the memory that is available when training begins; one warning says where that ends.
             Virtual CPU devices copy nothing, so it means nothing there.
+        recompute: What is run again for the backward. ``"layer"``: each layer call, but those of the last stage, whose
+            backward follows at once; of the others only the inputs are kept. ``"none"``: nothing, wherever that is
+            right; each call keeps what autograd saves of it. Of the first batch all is run again, and so is a layer
+            that writes its own state or whose arguments are changed in place. For virtual CPU devices only.
         devices: Simulated accelerators, for tests and planning, in place of virtual CPU devices.
         timeline: Where some batches are written to as a trace and as a picture, or a :class:`Timeline`, which says
             also which batches.
@@ -139,6 +143,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         lanes: int | Literal["auto"] = 1,
         device_memory: int | float | Literal["auto"] = "auto",
         pin_memory: bool | Literal["auto"] = "auto",
+        recompute: Literal["layer", "none"] = "layer",
         devices: Sequence[SimulatedDevice] | None = None,
         timeline: str | Path | Timeline | None = None,
         accelerator: Accelerator | None = None,
@@ -164,6 +169,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         check_pin_memory(pin_memory)
         if device_memory != "auto" and schedule != "roundpipe":
             raise ValueError("`device_memory` is for schedule='roundpipe' only: the others' stages are given.")
+        if recompute not in ("layer", "none"):
+            raise ValueError(f"`recompute` must be 'layer' or 'none', got {recompute!r}.")
         if not isinstance(compile, (bool, dict)):
             raise ValueError(f"`compile` must be True, False or keyword arguments of torch.compile, got {compile!r}.")
         if timeline is not None and not isinstance(timeline, (str, Path, Timeline)):
@@ -181,6 +188,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self.lanes = lanes
         self.device_memory: DeviceMemory = device_memory
         self.pin_memory: PinMemory = pin_memory
+        self.recompute = recompute
         self.devices = None if devices is None else list(devices)
         self.timeline = Timeline(timeline) if isinstance(timeline, (str, Path)) else timeline
         self.compile = compile
@@ -346,6 +354,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
         )
         self._check_optimizers(module)
         simulated = any(device.type == "meta" for device in self._hardware)
+        if self._hardware and self.recompute == "none":
+            raise ValueError(
+                "RoundPipeStrategy(recompute='none') is for virtual CPU devices only: on a device with memory of its"
+                " own the graphs that layers keep would hold their parameters there. Use recompute='layer'."
+            )
         if self.devices is not None and (scripts := names_of_scripts(module)):
             raise MisconfigurationException(
                 f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"
@@ -384,6 +397,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             scheduler=scheduler,
             memory_limit=memory_limit(self.device_memory, devices, rank_zero_warn),
             refuses=self.device_memory != "auto",
+            keeps_graphs=self.recompute == "none",
         )
         self._started, self._validation_seconds = time.perf_counter(), 0.0
         self._pipeline = pipeline  # from now on its threads are closed, whatever comes

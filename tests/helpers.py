@@ -22,11 +22,14 @@ from torch.utils._pytree import tree_map
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.devices import SimulatedDevice
+from lightning_roundpipe.schedules.memory import finest
 from lightning_roundpipe.schedules.partition import Partition
 from lightning_roundpipe.schedules.scheduler import Scheduler
 
 SIMULATED = os.environ.get("ROUNDPIPE_DEVICES") == "simulated"
 """Whether `fit_pipeline` trains on simulated accelerators instead of virtual CPU devices."""
+RECOMPUTE = os.environ.get("ROUNDPIPE_RECOMPUTE", "layer")
+"""What `fit_pipeline` lets run again for the backward, unless a test says so itself."""
 PATIENCE = int(os.environ.get("ROUNDPIPE_PATIENCE", 1))
 """How many times more often than usual tests repeat a training under random delays: rare orders of events need more."""
 
@@ -108,18 +111,17 @@ def fit_pipeline(
     return fit(
         model,
         batches,
-        RoundPipeStrategy(microbatches=m, **{"split": "step", **options}),
+        RoundPipeStrategy(microbatches=m, **{"split": "step", "recompute": RECOMPUTE, **options}),
         devices=devices,
         **(run or {}),
     )
 
 
 def one_layer_a_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the layers' time. The last one is fused: it runs forward and backward at once."""
+    """Whatever the layers' time. The last one is fused if it may be: it runs forward and backward at once."""
 
-    def partition(self: Scheduler, forward: Any, backward: Any, *, fused: bool = True, memory: Any = None) -> Partition:
-        ranges = [range(i, i + 1) for i in range(len(forward))]
-        return Partition(tuple(ranges[:-1]), tuple(reversed(ranges)), fused=True)
+    def partition(self: Scheduler, forward: Any, *_: Any, fused: bool = True, **options: Any) -> Partition:
+        return finest(len(forward), fused)
 
     monkeypatch.setattr(Scheduler, "partition", partition)
     monkeypatch.setattr(Scheduler, "can_be_planned", False)

@@ -42,6 +42,7 @@ class LayerCalls(CallOwner):
         stand_ins: Told of parameters that a layer changes.
         collector: Takes the gradients.
         run_serially: Called with the reason where only a serial order of the microbatches can be right.
+        keeps_graphs: Whether calls keep their graph from the forward to the backward, wherever they can.
     """
 
     def __init__(
@@ -57,6 +58,8 @@ class LayerCalls(CallOwner):
         stand_ins: StandIns,
         collector: Collector,
         run_serially: Callable[[str], None],
+        *,
+        keeps_graphs: bool,
     ) -> None:
         self._devices = devices
         self._store = store
@@ -68,6 +71,7 @@ class LayerCalls(CallOwner):
         self._stand_ins = stand_ins
         self._collector = collector
         self._run_serially = run_serially
+        self._keeps_graphs = keeps_graphs
         self._parametrized = any(map(parametrize.is_parametrized, root.modules()))
 
     def call(self, microbatch: Microbatch, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -104,7 +108,7 @@ class LayerCalls(CallOwner):
             device.begin_call(_stage(microbatch, number))
             self._footprints.begin(microbatch, call, device)
             versions = [leaf._version for leaf in leaves]
-            run_mode = _mode(microbatch, call, grad)
+            run_mode = self._mode(microbatch, call) if grad else Mode.PLAIN
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
             in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)
@@ -253,6 +257,14 @@ class LayerCalls(CallOwner):
         call.merge_norm_statistics = batch.microbatches > 1
         return call, grad
 
+    def _mode(self, microbatch: Microbatch, call: Call) -> str:
+        """How a call with gradients runs for the first time."""
+        traits = call.layer.traits
+        if call.is_new or traits.changed_inputs:  # what is changed in place must not be part of a kept graph
+            return Mode.DROP
+        fused = microbatch.ticket is not None and microbatch.ticket[1].kind == "FB"
+        return Mode.KEEP if fused or (self._keeps_graphs and not traits.needs_recompute) else Mode.DROP
+
     def _deliver(self, microbatch: Microbatch, call: Call, run: Run, escaped: Escaped) -> None:
         """Puts what came out of a call besides its output where the caller would find it."""
         run.built.write_back(escaped.argument_changes)
@@ -281,15 +293,6 @@ class LayerCalls(CallOwner):
                     " RoundPipeStrategy(background_step=False)."
                 )
         call.reached = []
-
-
-def _mode(microbatch: Microbatch, call: Call, grad: bool) -> str:
-    """How a call runs for the first time."""
-    if not grad:
-        return Mode.PLAIN
-    fused = microbatch.ticket is not None and microbatch.ticket[1].kind == "FB"
-    # What is changed in place must not be part of a kept graph.
-    return Mode.KEEP if fused and not call.is_new and not call.layer.traits.changed_inputs else Mode.DROP
 
 
 def _stage(microbatch: Microbatch, call: Hashable) -> Hashable:

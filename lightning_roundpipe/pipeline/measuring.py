@@ -59,7 +59,7 @@ class _Measurement:
         self.use.busy_seconds += seconds
         if self.costs is not None:
             self.use.calls += 1
-            self.costs.add(seconds + self.besides)
+            self.costs.add(max(seconds + self.besides, 0.0))
 
 
 class _Timed:
@@ -85,10 +85,14 @@ class Measured:
     Args:
         layers: Number of layers.
         devices: The devices.
+        recomputes: Whether a layer, by index, is run again for its backward where that does not follow at once.
     """
 
-    def __init__(self, layers: int, devices: Sequence[Device]) -> None:
+    def __init__(
+        self, layers: int, devices: Sequence[Device], recomputes: Callable[[int], bool] = lambda layer: True
+    ) -> None:
         self.devices = devices
+        self.recomputes = recomputes
         self.forward = [Costs() for _ in range(layers)]
         self.backward = [Costs() for _ in range(layers)]
         self.use = [DeviceUse() for _ in devices]
@@ -103,9 +107,10 @@ class Measured:
     def backward_call(
         self, device: int, layer: int, note: Note | None = None, *, recomputes: bool
     ) -> AbstractContextManager[None]:
-        """Measures a layer's backward, with the recompute. If there is none, one is counted that takes as long as the
-        forward, so that costs do not depend on the stages that the layers are in."""
-        besides = 0.0 if recomputes else self.forward[layer].mean
+        """Measures a layer's backward, with the recompute if it is one that is recomputed. If this time it is not, one
+        is counted that takes as long as the forward, and the other way round, so that costs do not depend on the stages
+        that the layers are in, nor on the first batch, which recomputes everything."""
+        besides = self.forward[layer].mean * (self.recomputes(layer) - recomputes)
         return _Timed(self, device, self.backward[layer], besides, note)
 
     def busy(self, device: int, note: Note | None = None) -> AbstractContextManager[None]:
@@ -129,10 +134,10 @@ class Measured:
             pending.popleft().count(seconds)
 
     def costs_of(self, calls: Sequence[int]) -> tuple[list[float], list[float]]:
-        """Seconds of each call's forward, and of its backward including the recompute."""
+        """Seconds of each call's forward, and of its backward including the recompute, if there is one."""
         self.settle()
         forward = [self.forward[i].mean for i in calls]
-        return forward, [self.backward[i].mean or 3 * self.forward[i].mean for i in calls]
+        return forward, [self.backward[i].mean or (2 + self.recomputes(i)) * self.forward[i].mean for i in calls]
 
     def forget_costs(self) -> None:
         """After the first batch: whatever happens for the first time is slow, so only what comes now counts."""

@@ -63,7 +63,9 @@ class Planning:
     def make(self, calls: Sequence[int], *, fused: bool) -> Plan:
         """A plan for these calls, by what they cost and need. Its last stage is fused where that is asked for."""
         forward, backward = self._measured.costs_of(calls)
-        partition = self._scheduler.partition(forward, backward, fused=fused, memory=self._memory(calls))
+        partition = self._scheduler.partition(
+            forward, backward, fused=fused, memory=self._memory(calls), kept=self._kept(calls)
+        )
         return Plan.make(calls, partition, self._scheduler.lanes)
 
     def next(self, *, deferred: bool) -> Plan | None:
@@ -111,8 +113,12 @@ class Planning:
         self._planned = calls, microbatches, shares
         self._searching = True
         self._thread = self._thread or WorkThread("roundpipe-planner")
-        memory = self._memory(calls)
-        self._thread.submit(lambda: self._search(calls, forward, backward, microbatches, memory), lambda: None)
+        memory, kept = self._memory(calls), self._kept(calls)
+        self._thread.submit(lambda: self._search(calls, forward, backward, microbatches, memory, kept), lambda: None)
+
+    def _kept(self, calls: Sequence[int]) -> list[bool]:
+        """Whether each call's graph is kept, so that its backward has no recompute."""
+        return [not self._measured.recomputes(call) for call in calls]
 
     def _give_way(self) -> None:
         if self._closed:
@@ -126,11 +132,12 @@ class Planning:
         backward: list[float],
         microbatches: int,
         memory: Memory | None,
+        kept: list[bool],
     ) -> None:
         start = monotonic()
         try:
             partition, lanes = self._scheduler.plan(
-                forward, backward, microbatches, self._staleness, memory, self._give_way
+                forward, backward, microbatches, self._staleness, memory, kept, self._give_way
             )
             self._found = Plan.make(calls, partition, lanes)
         except Cancelled:

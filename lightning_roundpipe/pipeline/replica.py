@@ -118,6 +118,12 @@ class Traits:
     compiles: bool = False
     """Calls functions that the user has compiled, and so may set the random generators back at any time."""
 
+    @property
+    def needs_recompute(self) -> bool:
+        """Whether its graph cannot be kept from the forward to the backward: what it computes with is changed in place
+        meanwhile, by other microbatches, say. The recompute has copies."""
+        return bool(self.changed_inputs) or self.writes_state
+
 
 class Layer:
     """A layer of the user's model: its modules, parameters (masters) and buffers in a fixed order."""

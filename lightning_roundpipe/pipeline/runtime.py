@@ -62,6 +62,8 @@ class Pipeline:
         scheduler: Makes stages and schedules; by default those of RoundPipe.
         memory_limit: Bytes of each device that stages may take; by default as many as it takes.
         refuses: Whether layers are refused that need more than that by themselves. Otherwise they are tried.
+        keeps_graphs: Whether calls keep their graph from the forward to the backward, so that nothing is run again,
+            but for the first batch and for layers of which something is changed in place.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class Pipeline:
         scheduler: Scheduler | None = None,
         memory_limit: int | None = None,
         refuses: bool = True,
+        keeps_graphs: bool = False,
     ) -> None:
         self.root = root
         self.devices = list(devices)
@@ -91,7 +94,11 @@ class Pipeline:
         self.monitor = Monitor()
         self.store = ParameterStore(root, self.layers, self.monitor, staleness, self.devices[0].host_memory)
         self.gradients = Gradients(self.store, self.monitor)
-        self.measured = Measured(len(self.layers), self.devices)
+        self.measured = Measured(
+            len(self.layers),
+            self.devices,
+            lambda index: not keeps_graphs or self.layers[index].traits.needs_recompute,
+        )
         self.peaks = [Peaks() for _ in self.devices]
         self.batch: Batch | None = None
         """The last batch."""
@@ -129,6 +136,7 @@ class Pipeline:
             stand_ins,
             self._collector,
             self.run_serially,
+            keeps_graphs=keeps_graphs,
         )
         self._steps = Steps(
             self.devices,

@@ -39,12 +39,10 @@ def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str,
 
 
 def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
-    """Before a call's backward: a recompute takes its parameters and its inputs up."""
-    if call.kept is not None:
-        return
+    """Before a call's backward: it takes its parameters up, and for a recompute its inputs."""
     if _first(microbatch, ("up", call.layer.index)):
         device.traffic.parameters_up += nbytes(call.parameters)
-    device.traffic.activations_up += nbytes(call.saved_inputs)
+    device.traffic.activations_up += nbytes(call.saved_inputs)  # none where the graph was kept
 
 
 def count_gradients(device: Device, microbatch: Microbatch, found: Iterable[tuple[Tensor, Tensor]]) -> None:

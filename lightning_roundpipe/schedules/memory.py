@@ -61,22 +61,27 @@ class Memory:
             most, largest = max(most, self._held(calls, kind)), max(largest, self._parameters(calls))
         return most + largest + self.besides
 
-    def balance(self, forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], *, fused: bool) -> Partition:
+    def balance(
+        self,
+        forward_costs: Sequence[Cost],
+        backward_costs: Sequence[Cost],
+        *,
+        fused: bool,
+        fused_costs: Sequence[Cost] = (),
+    ) -> Partition:
         """As :func:`partition.balance`, with the fewest stages that fit; one call in each if nothing does.
 
         The more parameters the largest stage has, the less is left for whatever runs beside it: what is best is found
         by trying. The result is exact for up to a hundred sizes of stages.
         """
-        loose = balance(forward_costs, backward_costs, fused=fused)
+        cut = partial(balance, forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
+        loose = cut()
         calls = len(self.parameters)
         if calls == 0 or self.needed(loose) <= self.limit:
             return loose
         sizes = {size for first in range(calls) for size in accumulate(self.parameters[first:])}
         ordered = sorted(size for size in sizes if max(self.parameters) <= size <= max(self.limit, *self.parameters))
-        found = [
-            balance(forward_costs, backward_costs, fused=fused, fits=partial(self._fits, largest))
-            for largest in ordered[:: -(-len(ordered) // _TRIED)]
-        ]
+        found = [cut(fits=partial(self._fits, largest)) for largest in ordered[:: -(-len(ordered) // _TRIED)]]
         fitting = [partition for partition in found if self.needed(partition) <= self.limit]
         return min(fitting, key=Partition.stage_count) if fitting else finest(calls, fused)
 

@@ -36,7 +36,7 @@ def bound_schedule(
     Args:
         name: One of ``BOUND``.
         forward_costs: Time of each call's forward, in call order.
-        backward_costs: Time of each call's backward including the recompute, in call order.
+        backward_costs: Time of each call's backward including the recompute, if there is one, in call order.
         microbatches: Number of microbatches of the batch.
         devices: Number of devices.
 

@@ -39,29 +39,34 @@ def balance(
     *,
     fused: bool,
     fits: Callable[[range, Kind], bool] = lambda calls, kind: True,
+    fused_costs: Sequence[Cost] = (),
 ) -> Partition:
-    """Cuts the calls into stages no longer than the longest single backward call.
+    """Cuts the calls into stages no longer than the longest single call.
 
     Calls are joined greedily as long as the stage stays within that limit, so a stage never takes longer than the
     finest partition's longest one, and there are no stages of negligible work.
 
     Args:
         forward_costs: Time of each call's forward, in call order.
-        backward_costs: Time of each call's backward including the recompute, in call order.
+        backward_costs: Time of each call's backward including the recompute, if there is one, in call order.
         fused: Whether the first backward stage also runs its calls' forward.
         fits: Whether several calls may be a stage. If they may, so may any of them that follow on one another.
+        fused_costs: Time of each call's forward and backward, in call order; left out: that of a backward, whose
+            recompute takes as long as the forward.
     """
     calls = len(forward_costs)
-    limit = max([*forward_costs, *backward_costs], default=0.0)
+    fused_costs = fused_costs or backward_costs
+    limit = max([*forward_costs, *backward_costs, *(fused_costs[-1:] if fused else ())], default=0.0)
     backward: list[range] = []
     stop = calls
     while stop > 0:
         start = stop - 1
-        cost = backward_costs[start]
         kind: Kind = "FB" if fused and not backward else "B"
-        while start > 0 and cost + backward_costs[start - 1] <= limit and fits(range(start - 1, stop), kind):
+        costs = fused_costs if kind == "FB" else backward_costs
+        cost = costs[start]
+        while start > 0 and cost + costs[start - 1] <= limit and fits(range(start - 1, stop), kind):
             start -= 1
-            cost += backward_costs[start]
+            cost += costs[start]
         backward.append(range(start, stop))
         stop = start
     unfused = backward[0].start if fused and backward else calls
@@ -86,7 +91,7 @@ def bound(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], stages:
 
     Args:
         forward_costs: Time of each call's forward, in call order.
-        backward_costs: Time of each call's backward including the recompute, in call order.
+        backward_costs: Time of each call's backward including the recompute, if there is one, in call order.
         stages: Number of forward stages, and of backward stages.
 
     Raises:
@@ -120,19 +125,33 @@ def bound(forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], stages:
 
 
 def cut(
-    forward_costs: Sequence[Cost], backward_costs: Sequence[Cost], forward: int, backward: int, *, fused: bool
+    forward_costs: Sequence[Cost],
+    backward_costs: Sequence[Cost],
+    forward: int,
+    backward: int,
+    *,
+    fused: bool,
+    fused_costs: Sequence[Cost] = (),
 ) -> Partition:
     """Cuts the calls into given numbers of stages, each about as long as the others. Stages may be empty.
 
     Args:
         forward_costs: Time of each call's forward, in call order.
-        backward_costs: Time of each call's backward including the recompute, in call order.
+        backward_costs: Time of each call's backward including the recompute, if there is one, in call order.
         forward: Number of forward stages below the fused one.
         backward: Number of backward stages, the fused one included.
         fused: Whether the first backward stage also runs its calls' forward.
+        fused_costs: As for :func:`balance`.
     """
-    ends = _even(backward_costs[::-1], backward)
     calls = len(forward_costs)
+    downwards = list(backward_costs[::-1])
+    if fused and fused_costs:
+        at_once = [*accumulate(fused_costs[::-1], initial=0)]
+        rest = [*accumulate(backward_costs, initial=0)][::-1]
+        shares = [abs(float((backward - 1) * first - others)) for first, others in zip(at_once, rest, strict=True)]
+        first = shares.index(min(shares))
+        downwards[:first] = fused_costs[::-1][:first]
+    ends = _even(downwards, backward)
     backward_ranges = tuple(range(calls - stop, calls - start) for start, stop in ends)
     unfused = backward_ranges[0].start if fused and backward_ranges else calls
     forward_ranges = tuple(range(start, stop) for start, stop in _even(forward_costs[:unfused], forward))

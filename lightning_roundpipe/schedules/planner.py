@@ -113,7 +113,8 @@ class _Search:
         one_each = finest(len(self.costs.forward), self.fused)
         best = Plan(one_each, self.lanes, self._time(one_each))
         if self.memory is not None:
-            best = self._better(best, self.memory.balance(self.costs.forward, self.again, fused=self.fused))
+            balanced = self.memory.balance(self.costs.forward, self.again, fused=self.fused, fused_costs=self.at_once)
+            best = self._better(best, balanced)
         for partition in self._starts():
             if self.budget <= 0:
                 break

@@ -1,6 +1,6 @@
 """Which stages a batch has and who runs them, batch after batch: by a schedule's name, or by one given as data."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from lightning_roundpipe.schedules.costs import Costs
@@ -81,6 +81,7 @@ class Scheduler:
         microbatches: int,
         staleness: int,
         memory: Memory | None = None,
+        kept: Sequence[bool] = (),
         give_way: Callable[[], None] | None = None,
     ) -> tuple[Partition, int]:
         """Searches the stages, and the number of lanes, that take the least time per batch. Takes up to a second.
@@ -91,14 +92,16 @@ class Scheduler:
             microbatches: Number of microbatches of a batch.
             staleness: How many steps the parameters of a batch may be behind.
             memory: What stages must fit into.
+            kept: As for :meth:`partition`.
             give_way: Called after each trial.
         """
-        backward = [max(both - forward, 0.0) for forward, both in zip(forward_costs, backward_costs, strict=True)]
+        recompute = [0.0 if keeps else cost for cost, keeps in _with_kept(forward_costs, kept)]
+        backward = [max(both - again, 0.0) for again, both in zip(recompute, backward_costs, strict=True)]
         lanes = None if self._lanes_wanted == "auto" else self._lanes_wanted
         if lanes is not None and lanes > microbatches:
             lanes = 1
         found = plan(
-            Costs(forward_costs, backward),
+            Costs(forward_costs, backward, recompute),
             microbatches,
             self._devices,
             staleness=staleness,
@@ -128,28 +131,41 @@ class Scheduler:
         *,
         fused: bool = True,
         memory: Memory | None = None,
+        kept: Sequence[bool] = (),
     ) -> Partition:
         """Cuts a microbatch's calls into stages.
 
         Args:
             forward_costs: Time of each call's forward, in call order.
-            backward_costs: Time of each call's backward including the recompute, in call order.
+            backward_costs: Time of each call's backward including the recompute, if there is one, in call order.
             fused: Whether the backward may follow the forward at once.
             memory: What stages must fit into, unless they are given by the method.
+            kept: Whether each call keeps its graph for the backward, which then has no recompute; left out: none does.
         """
         calls = len(forward_costs)
+        fused_costs = [
+            both + cost if keeps else both
+            for (cost, keeps), both in zip(_with_kept(forward_costs, kept), backward_costs, strict=True)
+        ]
         if isinstance(self._method, Schedule) and fused:
             kinds = {
                 action.stage: action.kind for line in self._method.devices for action in line if action.kind != "W"
             }
             below = sum(kind == "F" for kind in kinds.values())
-            return cut(forward_costs, backward_costs, below, len(kinds) - below, fused="FB" in kinds.values())
+            return cut(
+                forward_costs,
+                backward_costs,
+                below,
+                len(kinds) - below,
+                fused="FB" in kinds.values(),
+                fused_costs=fused_costs,
+            )
         if self._method in BOUND and calls:
             chunks = CHUNKS if self._method == "interleaved" and calls >= CHUNKS else 1
             return bound(forward_costs, backward_costs, min(self._devices, calls // chunks) * chunks)
         if memory is not None:
-            return memory.balance(forward_costs, backward_costs, fused=fused)
-        return balance(forward_costs, backward_costs, fused=fused)
+            return memory.balance(forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
+        return balance(forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
 
     def schedule(self, partition: Partition, microbatches: int, *, lanes: int = 1, deferred: bool = False) -> Schedule:
         """The next batch's schedule.
@@ -187,6 +203,11 @@ class Scheduler:
             return None
         idle = self._devices - len(schedule.devices)
         return Schedule((*schedule.devices, *([()] * idle)), schedule.last_device, schedule.resident)
+
+
+def _with_kept(costs: Sequence[float], kept: Sequence[bool]) -> Iterable[tuple[float, bool]]:
+    """The time of each call, and whether its graph is kept."""
+    return zip(costs, kept or (False,) * len(costs), strict=True)
 
 
 def _keeps_order(schedule: Schedule) -> bool:
