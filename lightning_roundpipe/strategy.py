@@ -100,12 +100,13 @@ class RoundPipeStrategy(MultiProcessStrategy):
             as are best by the measured costs.
         device_memory: What stages may take of each device, for ``"roundpipe"``: a number of bytes, a share of all its
             memory (a ``float`` of at most 1), or ``"auto"``: what is free. Stages are cut so that the parameters of two
-            of them, the gradients of one and the activations of the calls that are under way stay within that. A number
-            of bytes above what a device has counts as what is free, with a warning; one below a MB is an error, for
-            another unit was meant, unless the devices are simulated. Activations are measured in the first batch, so if
-            later samples are longer, leave room for them. With ``"auto"`` a layer that seems too large by itself is
-            tried; otherwise it is an error. Virtual CPU devices have the host's memory and no limit, unless there is a
-            number of bytes; of activations, only the inputs of layers are counted there.
+            of them, the gradients of one and the activations of the calls that are under way stay within that. Where
+            that leaves room, inputs kept for the recompute stay on the device, too. A number of bytes above what a
+            device has counts as what is free, with a warning; one below a MB is an error, for another unit was meant,
+            unless the devices are simulated. Activations are measured in the first batch, so if later samples are
+            longer, leave room for them. With ``"auto"`` a layer that seems too large by itself is tried; otherwise it
+            is an error. Virtual CPU devices have the host's memory and no limit, unless there is a number of bytes; of
+            activations, only the inputs of layers are counted there.
         pin_memory: Whether the host memory that devices copy from and to is pinned (locked in place), so that the host
             need not wait for copies: gradients, copies of parameters, inputs kept for the recompute, and what goes up
             at the time. True: all of it; where the system refuses, training ends with an error. False: none; the

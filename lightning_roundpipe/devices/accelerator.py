@@ -1,4 +1,5 @@
-"""A device with memory of its own. Parameters and kept inputs are in host memory; what a call needs is copied up.
+"""A device with memory of its own. Parameters are in host memory, and kept inputs where it has no room for them; what a
+call needs is copied up.
 
 The host only hands out work, to streams of the device: one computes, one brings parameters up, one brings inputs up
 (which so need not queue behind a stage's parameters), one brings things down. Where devices reach one another, what
@@ -254,7 +255,14 @@ class AcceleratorDevice(Device):
         with peer.running():
             return peer._bring_down(tensor.detach().clone() if copy else tensor)
 
-    def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
+    def keep_input(self, tensor: Tensor, *, copy: bool, stays: bool = False) -> Tensor:
+        here = tensor.device == self.torch_device
+        if stays and (here or not copy) and _is_dense(tensor):
+            if not here:
+                return self.to_device(tensor)
+            if tensor.untyped_storage().nbytes() <= tensor.nbytes:  # of a part, the whole would be held
+                with self.running():
+                    return tensor.clone() if copy else tensor
         if tensor.device != _HOST:
             return self._kept(tensor) if copy else self.bring_down(tensor)
         tensor = arrived(tensor)
@@ -367,8 +375,14 @@ def _with_strides_of(tensor: Tensor, other: Tensor) -> Tensor:
 
 def pinned_copy(tensor: Tensor) -> Tensor:
     """A copy of a host tensor in pinned memory, without gaps. Nobody else writes to it."""
-    dense = tensor.is_contiguous() or tensor.stride() == dense_strides(tensor)
-    return (tensor if dense and not tensor.is_pinned() else tensor.clone()).pin_memory()
+    return (tensor if _is_dense(tensor) and not tensor.is_pinned() else tensor.clone()).pin_memory()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether it has no gaps, and a memory of its own for each number."""
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous() or tensor.stride() == dense_strides(tensor)
 
 
 def _staged(tensor: Tensor, pinning: Pinning) -> Tensor:

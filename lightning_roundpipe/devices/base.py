@@ -264,8 +264,9 @@ class Device(ABC):
         """For one call's work."""
 
     @abstractmethod
-    def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
-        """A call's input, kept in host memory for the recompute; as a true copy where it may be changed in place."""
+    def keep_input(self, tensor: Tensor, *, copy: bool, stays: bool = False) -> Tensor:
+        """A call's input, kept for the recompute: in host memory, or on this device if it stays; as a true copy where
+        it may be changed in place."""
 
     @abstractmethod
     def release_inputs(self, kept: Iterable[Any]) -> None:

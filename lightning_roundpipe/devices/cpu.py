@@ -63,7 +63,7 @@ class CpuDevice(Device):
     def bring_down(self, tensor: Tensor, *, copy: bool = False) -> Tensor:
         return tensor
 
-    def keep_input(self, tensor: Tensor, *, copy: bool) -> Tensor:
+    def keep_input(self, tensor: Tensor, *, copy: bool, stays: bool = False) -> Tensor:
         return copy_with_strides(tensor) if copy else tensor
 
     def release_inputs(self, kept: Iterable[Any]) -> None:

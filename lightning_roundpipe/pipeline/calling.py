@@ -109,6 +109,7 @@ class LayerCalls(CallOwner):
             self._footprints.begin(microbatch, call, device)
             versions = [leaf._version for leaf in leaves]
             run_mode = self._mode(microbatch, call) if grad else Mode.PLAIN
+            call.stays = not device.is_host and self._turns.comes_back(microbatch, call)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
             in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)

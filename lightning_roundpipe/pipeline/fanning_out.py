@@ -74,7 +74,9 @@ class FanningOut:
 
     def plan_again(self) -> None:
         """After the first batch, whose backward has shown what calls need of a device's memory."""
-        self.plans = {kind: self._planning.make(plan.calls, fused=False) for kind, plan in self.plans.items()}
+        self.plans = {
+            kind: self._planning.make(plan.calls, fused=False, alone=False) for kind, plan in self.plans.items()
+        }
 
     @property
     def active(self) -> bool:
@@ -107,7 +109,7 @@ class FanningOut:
             self._forward(microbatch, fan_out)
             if batch.records or plan is None:
                 calls = merged_calls(plan, [tuple(run.sequence) for run in fan_out.runs if run is not None])
-                self.plans[id(module), kind] = self._planning.make(calls, fused=False)
+                self.plans[id(module), kind] = self._planning.make(calls, fused=False, alone=False)
             return fan_out.join(self, microbatch.token, leaves)
 
     def fan_out_backward(self, fan_out: FanOut, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -134,6 +134,7 @@ class Footprints:
             fresh=as_computed if several else (),
             besides=besides(inputs, max(self._waiting, *inputs), self._microbatches, self._devices)
             + max(apart, default=0),
+            kept=[self._microbatches * size for size in inputs],
         )
         call, needed = memory.alone()
         if needed <= self._limit:

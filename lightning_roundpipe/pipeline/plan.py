@@ -20,9 +20,13 @@ class Plan:
     positions: dict[int, list[int]]
     forward_stage: tuple[int, ...]
     backward_stage: tuple[int, ...]
+    staying: frozenset[int] = frozenset()
+    """The calls, by position, whose inputs stay on their device until they are recomputed there."""
 
     @classmethod
-    def make(cls, calls: Sequence[int], partition: Partition, lanes: int) -> "Plan":
+    def make(
+        cls, calls: Sequence[int], partition: Partition, lanes: int, staying: frozenset[int] = frozenset()
+    ) -> "Plan":
         positions: dict[int, list[int]] = {}
         for position, layer in enumerate(calls):
             positions.setdefault(layer, []).append(position)
@@ -35,7 +39,7 @@ class Plan:
         for number, range_ in enumerate(partition.backward):
             for position in range_:
                 backward_stage[position] = offset + number
-        return cls(tuple(calls), partition, lanes, positions, tuple(forward_stage), tuple(backward_stage))
+        return cls(tuple(calls), partition, lanes, positions, tuple(forward_stage), tuple(backward_stage), staying)
 
     def locate(self, layer: int, start: int) -> int | None:
         """The first position of the layer from ``start`` on."""

@@ -60,13 +60,19 @@ class Planning:
         """Whether no better plan is found or being searched."""
         return not self._searching and self._found is None
 
-    def make(self, calls: Sequence[int], *, fused: bool) -> Plan:
-        """A plan for these calls, by what they cost and need. Its last stage is fused where that is asked for."""
+    def make(self, calls: Sequence[int], *, fused: bool, alone: bool = True) -> Plan:
+        """A plan for these calls, by what they cost and need.
+
+        Args:
+            calls: The calls.
+            fused: Whether the last stage may be fused.
+            alone: Whether a step makes no others, whose inputs would be kept at the same time.
+        """
         forward, backward = self._measured.costs_of(calls)
-        partition = self._scheduler.partition(
-            forward, backward, fused=fused, memory=self._memory(calls), kept=self._kept(calls)
-        )
-        return Plan.make(calls, partition, self._scheduler.lanes)
+        memory, lanes = self._memory(calls), self._scheduler.lanes
+        partition = self._scheduler.partition(forward, backward, fused=fused, memory=memory, kept=self._kept(calls))
+        staying = self._scheduler.staying(partition, lanes, memory) if alone else frozenset()
+        return Plan.make(calls, partition, lanes, staying)
 
     def next(self, *, deferred: bool) -> Plan | None:
         """The plan for the next batch, if there is one yet."""
@@ -139,7 +145,7 @@ class Planning:
             partition, lanes = self._scheduler.plan(
                 forward, backward, microbatches, self._staleness, memory, kept, self._give_way
             )
-            self._found = Plan.make(calls, partition, lanes)
+            self._found = Plan.make(calls, partition, lanes, self._scheduler.staying(partition, lanes, memory))
         except Cancelled:
             return
         except BaseException as error:

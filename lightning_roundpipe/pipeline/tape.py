@@ -200,6 +200,8 @@ class Call:
         self.done = False
         self.fingerprints: list[Fingerprint] | None = None
         self.position: int | None = None
+        self.stays = False
+        """Whether its inputs are kept where it runs, and not in host memory."""
         self._half: dict[int, torch.dtype] | None = None
         self._watch: CastWatch | None = None
         """Of the first run, while it lasts."""
@@ -423,7 +425,7 @@ class Call:
                 continue
             copy = self.is_new or i in self.layer.traits.changed_inputs
             detached = leaf.detach()
-            kept = device.keep_input(detached, copy=copy)
+            kept = device.keep_input(detached, copy=copy, stays=self.stays)
             self._saved.append(kept)
             if not leaf.is_inference() and (self.is_new or not copy):
                 counter = detached if device.is_host else _version_of(detached)
@@ -431,14 +433,17 @@ class Call:
 
     def _at_hand(self, device: Device, leaves: Sequence[Any]) -> Sequence[Any]:
         """What is elsewhere comes up from where it is kept, unless the device reaches it: from another one it has come
-        down already."""
+        down already, or it is kept here."""
         if device.is_host or not self._saved:
             return leaves
         place = device.torch_device
-        return [
-            kept if isinstance(leaf, Tensor) and leaf.device != place and not device.reaches(leaf.device) else leaf
-            for leaf, kept in zip(leaves, self._saved, strict=True)
-        ]
+
+        def at_hand(leaf: Any, kept: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.device == place:
+                return leaf
+            return kept if kept.device == place or not device.reaches(leaf.device) else leaf
+
+        return list(map(at_hand, leaves, self._saved))
 
     def _check_inputs_after_run(self) -> None:
         for i, tensor, version in self._versions:

@@ -28,21 +28,23 @@ def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str,
     traffic = device.traffic
     if _first(microbatch, ("up", call.layer.index)):
         traffic.parameters_up += nbytes(call.parameters)
-    if enters or mode == Mode.DROP:
+    drops = mode == Mode.DROP and not call.stays
+    if enters or drops:
         leaves = call.arguments.leaves
         inputs = nbytes(leaves)
         across = nbytes(leaf for leaf in leaves if isinstance(leaf, Tensor) and device.reaches(leaf.device))
         if enters:
             traffic.activations_up += inputs - across
             traffic.across += across
-        traffic.activations_down += inputs if mode == Mode.DROP else inputs - across
+        traffic.activations_down += inputs if drops else inputs - across
 
 
 def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
     """Before a call's backward: it takes its parameters up, and for a recompute its inputs."""
     if _first(microbatch, ("up", call.layer.index)):
         device.traffic.parameters_up += nbytes(call.parameters)
-    device.traffic.activations_up += nbytes(call.saved_inputs)  # none where the graph was kept
+    if not call.stays:
+        device.traffic.activations_up += nbytes(call.saved_inputs)  # none where the graph was kept
 
 
 def count_gradients(device: Device, microbatch: Microbatch, found: Iterable[tuple[Tensor, Tensor]]) -> None:

@@ -104,6 +104,14 @@ class Turns:
             and plan.backward_stage[call.position] == microbatch.stage
         )
 
+    def comes_back(self, microbatch: Microbatch, call: Call) -> bool:
+        """Whether a call is planned to leave its inputs on the device that runs it, to which its backward will come."""
+        batch, plan = microbatch.batch, microbatch.batch.plan
+        if plan is None or call.position is None or call.position not in plan.staying:
+            return False
+        in_turn = plan.forward_stage[call.position] == microbatch.stage
+        return in_turn and batch.places[plan.backward_stage[call.position], microbatch.index][0] == microbatch.device
+
     def leave_backward(self, microbatch: Microbatch, call: Call) -> None:
         """Ends the turn with the backward of the first call of a stage."""
         plan = microbatch.batch.plan

@@ -28,6 +28,7 @@ class Memory:
         fresh: Of a call's gradients until they are added to the sums of the microbatches before. Left out: there are no
             microbatches before.
         besides: Of what is held all the time, such as by the microbatches that wait.
+        kept: Of what all microbatches keep of a call for its recompute. Left out: it is kept elsewhere.
     """
 
     limit: Cost
@@ -36,6 +37,7 @@ class Memory:
     activations: Sequence[Cost]
     fresh: Sequence[Cost] = ()
     besides: Cost = 0
+    kept: Sequence[Cost] = ()
 
     def __post_init__(self) -> None:
         if not self.fresh:
@@ -60,6 +62,30 @@ class Memory:
             kind: Kind = "F" if number < below else "FB" if partition.fused and number == below else "B"
             most, largest = max(most, self._held(calls, kind)), max(largest, self._parameters(calls))
         return most + largest + self.besides
+
+    def staying(self, partition: Partition, devices: int) -> frozenset[int]:
+        """The calls of which what is kept can stay on the device that has run them, until it runs them again.
+
+        That are calls whose backward comes to the same device as their forward, and of these, on each device, the
+        largest for which there is room beside what stages need. For each byte held, one need not be copied down and up.
+
+        Args:
+            partition: The stages, dealt round-robin.
+            devices: To so many devices.
+        """
+        stages = stage_ranges(partition)
+        below = len(partition.forward)
+        forward = {call: stage for stage in range(below) for call in stages[stage]}
+        backward = {call: stage for stage in range(below, len(stages)) for call in stages[stage]}
+        room = [self.limit - self.needed(partition)] * devices
+        found = set()
+        for call in sorted(range(len(self.kept)), key=lambda call: -self.kept[call]):
+            if call in forward and (backward[call] - forward[call]) % devices == 0:
+                device = forward[call] % devices
+                if self.kept[call] <= room[device]:
+                    room[device] -= self.kept[call]
+                    found.add(call)
+        return frozenset(found)
 
     def balance(
         self,

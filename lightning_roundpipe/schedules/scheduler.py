@@ -167,6 +167,13 @@ class Scheduler:
             return memory.balance(forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
         return balance(forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
 
+    def staying(self, partition: Partition, lanes: int, memory: Memory | None) -> frozenset[int]:
+        """The calls whose inputs can stay on their device from the forward to the recompute; see
+        :meth:`Memory.staying`. Other schedules than RoundPipe's hold other things than are counted there: none."""
+        if memory is None or self._method != "roundpipe":
+            return frozenset()
+        return memory.staying(partition, self._devices // lanes)
+
     def schedule(self, partition: Partition, microbatches: int, *, lanes: int = 1, deferred: bool = False) -> Schedule:
         """The next batch's schedule.
 
