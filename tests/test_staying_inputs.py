@@ -73,9 +73,15 @@ def test_other_schedules_keep_them_in_host_memory() -> None:
 
 
 def train(
-    depth: int, capacity: int | None, microbatches: int = 2, devices: int = 1, **options: Any
+    depth: int,
+    capacity: int | None,
+    microbatches: int = 2,
+    devices: int = 1,
+    *,
+    peer_access: bool = False,
+    **options: Any,
 ) -> tuple[dict[str, Any], Seen]:
-    hardware = [SimulatedDevice(index, capacity=capacity) for index in range(devices)]
+    hardware = [SimulatedDevice(index, capacity=capacity, peer_access=peer_access) for index in range(devices)]
     seen = Seen(hardware)
     module = options.pop("module", None) or make(depth)
     strategy = RoundPipeStrategy(microbatches=microbatches, **{"split": "step", "devices": hardware, **options})
@@ -140,6 +146,17 @@ def test_on_several_devices(staleness: int, monkeypatch: pytest.MonkeyPatch) -> 
         # here; it need not come up a second time.
         assert more_up - up == (DEPTH - 1) * microbatches * ACTIVATION
         assert more_down == down
+
+
+def test_devices_that_reach_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No activation goes by host memory: each comes across once, and its gradient once."""
+    one_layer_a_stage(monkeypatch)
+    ours, seen = train(DEPTH, 2**30, 3, 2, peer_access=True)
+    assert_equal(ours, result(fit_microbatches(make(DEPTH), data(3), 3)))
+    assert copied(seen) == [without_activations(3)] * 2
+    for batch in seen.copies:
+        crossed = sum(across.nbytes for _, _, across in batch)
+        assert crossed == 2 * (DEPTH - 1) * 3 * ACTIVATION
 
 
 @pytest.mark.parametrize("options", [{"staleness": 1}, {"lanes": 2}], ids=str)
