@@ -114,9 +114,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
             at most half of the memory that is available when training begins; one warning says where that ends.
             Virtual CPU devices copy nothing, so it means nothing there.
         recompute: What is run again for the backward. ``"layer"``: each layer call, but those of the last stage, whose
-            backward follows at once; of the others only the inputs are kept. ``"none"``: nothing, wherever that is
-            right; each call keeps what autograd saves of it. Of the first batch all is run again, and so is a layer
-            that writes its own state or whose arguments are changed in place. For virtual CPU devices only.
+            backward follows at once; of the others only the inputs are kept. ``"none"``: nothing, where memory allows
+            and it is right; each call keeps what autograd saves of it. On virtual CPU devices that is host memory. On
+            devices with memory of their own, with ``schedule="roundpipe"``, graphs stay for which there is room beside
+            the stages, without the parameters. Of the first batch all is run again, and so is a layer that writes its
+            own state or whose arguments are changed in place.
         devices: Simulated accelerators, for tests and planning, in place of virtual CPU devices.
         timeline: Where some batches are written to as a trace and as a picture, or a :class:`Timeline`, which says
             also which batches.
@@ -355,11 +357,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
         )
         self._check_optimizers(module)
         simulated = any(device.type == "meta" for device in self._hardware)
-        if self._hardware and self.recompute == "none":
-            raise ValueError(
-                "RoundPipeStrategy(recompute='none') is for virtual CPU devices only: on a device with memory of its"
-                " own the graphs that layers keep would hold their parameters there. Use recompute='layer'."
-            )
         if self.devices is not None and (scripts := names_of_scripts(module)):
             raise MisconfigurationException(
                 f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"

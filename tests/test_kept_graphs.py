@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, differs, fit, fit_microbatches, fit_pipeline, one_layer_a_stage, result
+from helpers import assert_equal, differs, fit_microbatches, fit_pipeline, one_layer_a_stage, result
 from models import CNN, MLP, Notes, batches_of, pictures, vectors
 from test_exactness import MODELS, NOISY, data, make
 from test_habits import InPlaceFirst, ResidualStreamInPlace
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe import RoundPipeStrategy
-from lightning_roundpipe.devices import CpuDevice, SimulatedDevice
+from lightning_roundpipe.devices import CpuDevice
 from lightning_roundpipe.pipeline.measuring import Measured
 from lightning_roundpipe.schedules import NAMES, Action, Schedule, Scheduler
 from lightning_roundpipe.schedules.costs import Costs
@@ -296,9 +296,3 @@ def test_the_search_goes_by_these_times(staleness: int) -> None:
 def test_other_values() -> None:
     with pytest.raises(ValueError, match="`recompute` must be 'layer' or 'none', got 'all'"):
         RoundPipeStrategy(recompute="all")  # type: ignore[arg-type]
-
-
-def test_devices_with_memory_of_their_own() -> None:
-    strategy = RoundPipeStrategy(recompute="none", devices=[SimulatedDevice(0)])
-    with pytest.raises(ValueError, match=r"recompute='none'\) is for virtual CPU devices only"):
-        fit(chain(), batches_of(vectors, 1, 6), strategy)

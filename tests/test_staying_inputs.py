@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import SimulatedDevice
 from lightning_roundpipe.schedules import Scheduler
-from lightning_roundpipe.schedules.memory import Memory, finest
+from lightning_roundpipe.schedules.memory import Memory, Staying, finest
 
 # --- which
 
@@ -30,14 +30,22 @@ def memory(limit: int, kept: Sequence[int]) -> Memory:
 def test_those_that_come_back_and_fit() -> None:
     stages = finest(5)  # F0 F1 F2 F3 FB4 B5 B6 B7 B8
     needed = memory(0, [4] * 5).needed(stages)
-    assert memory(needed + 16, [4] * 5).staying(stages, 1) == {0, 1, 2, 3}, "all but the fused one, which keeps nothing"
-    assert memory(needed + 15, [4] * 5).staying(stages, 1) == {0, 1, 2}
-    assert memory(needed + 9, [3, 8, 1, 2, 7]).staying(stages, 1) == {1, 2}, "the largest first"
-    assert memory(needed + 3, [4] * 5).staying(stages, 1) == memory(needed - 9, [4] * 5).staying(stages, 1) == set()
-    assert memory(needed + 99, [4] * 5).staying(stages, 2) == {0, 1, 2, 3}, "F3 and B5, F2 and B6, ..."
-    assert memory(needed + 4, [4] * 5).staying(stages, 2) == {0, 1}, "one on each of the devices"
-    assert memory(needed + 99, [4] * 5).staying(stages, 4) == {0, 2}, "F3 and B5 are not on one device, F2 and B6 are"
-    assert memory(needed + 99, []).staying(stages, 1) == set()
+    assert memory(needed + 16, [4] * 5).staying(stages, 1).inputs == {0, 1, 2, 3}, (
+        "all but the fused one, which keeps nothing"
+    )
+    assert memory(needed + 15, [4] * 5).staying(stages, 1).inputs == {0, 1, 2}
+    assert memory(needed + 9, [3, 8, 1, 2, 7]).staying(stages, 1).inputs == {1, 2}, "the largest first"
+    assert (
+        memory(needed + 3, [4] * 5).staying(stages, 1).inputs
+        == memory(needed - 9, [4] * 5).staying(stages, 1).inputs
+        == set()
+    )
+    assert memory(needed + 99, [4] * 5).staying(stages, 2).inputs == {0, 1, 2, 3}, "F3 and B5, F2 and B6, ..."
+    assert memory(needed + 4, [4] * 5).staying(stages, 2).inputs == {0, 1}, "one on each of the devices"
+    assert memory(needed + 99, [4] * 5).staying(stages, 4).inputs == {0, 2}, (
+        "F3 and B5 are not on one device, F2 and B6 are"
+    )
+    assert memory(needed + 99, []).staying(stages, 1).inputs == set()
 
 
 @given(
@@ -49,7 +57,7 @@ def test_those_that_come_back_and_fit() -> None:
 def test_never_more_than_there_is_room_for(kept: list[int], room: int, devices: int, fused: bool) -> None:
     stages = finest(len(kept), fused)
     needed = memory(0, kept).needed(stages)
-    staying = memory(needed + room, kept).staying(stages, devices)
+    staying = memory(needed + room, kept).staying(stages, devices).inputs
     below, last = len(stages.forward), stages.stage_count() - 1
     for device in range(devices):
         here = [call for call in range(below) if call % devices == device]
@@ -64,9 +72,9 @@ def test_never_more_than_there_is_room_for(kept: list[int], room: int, devices: 
 
 def test_other_schedules_keep_them_in_host_memory() -> None:
     stages = Scheduler("1f1b", 2).partition([1.0] * 4, [3.0] * 4)
-    assert Scheduler("1f1b", 2).staying(stages, 1, memory(999, [4] * 4)) == set()
-    assert Scheduler("roundpipe", 4, 2).staying(finest(5), 2, memory(999, [4] * 5)) == {0, 1, 2, 3}
-    assert Scheduler("roundpipe", 2).staying(finest(5), 1, None) == set(), "no limit is known"
+    assert Scheduler("1f1b", 2).staying(stages, 1, memory(999, [4] * 4)) == Staying()
+    assert Scheduler("roundpipe", 4, 2).staying(finest(5), 2, memory(999, [4] * 5)).inputs == {0, 1, 2, 3}
+    assert Scheduler("roundpipe", 2).staying(finest(5), 1, None) == Staying(), "no limit is known"
 
 
 # --- what is copied, and held
@@ -173,7 +181,7 @@ def test_split_calls_keep_theirs_in_host_memory() -> None:
     """A step may have several of them at a time."""
     module = Chained(6).double()
     _, seen = train(0, 2**30, module=module, split="model")
-    assert seen.partitions and not any(plan.staying for plan in seen.plans)
+    assert seen.partitions and not any(plan.staying.inputs for plan in seen.plans)
 
 
 class Parts(Deep):
@@ -192,7 +200,7 @@ def test_parts_of_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     for depth in (8, 16):
         torch.manual_seed(0)
         _, seen = train(0, 2**30, module=Parts(depth).double())
-        assert len(seen.plans[0].staying) == depth - 1
+        assert len(seen.plans[0].staying.inputs) == depth - 1
         peaks.append(max(map(max, seen.peaks)))
     assert peaks[0] == peaks[1], "they go to host memory"
 

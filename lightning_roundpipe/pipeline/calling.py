@@ -109,7 +109,8 @@ class LayerCalls(CallOwner):
             self._footprints.begin(microbatch, call, device)
             versions = [leaf._version for leaf in leaves]
             run_mode = self._mode(microbatch, call) if grad else Mode.PLAIN
-            call.stays = not device.is_host and self._turns.comes_back(microbatch, call)
+            stays = batch.plan is not None and call.position in batch.plan.staying.inputs
+            call.stays = stays and self._turns.comes_back(microbatch, call)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
             in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)
@@ -263,8 +264,15 @@ class LayerCalls(CallOwner):
         traits = call.layer.traits
         if call.is_new or traits.changed_inputs:  # what is changed in place must not be part of a kept graph
             return Mode.DROP
-        fused = microbatch.ticket is not None and microbatch.ticket[1].kind == "FB"
-        return Mode.KEEP if fused or (self._keeps_graphs and not traits.needs_recompute) else Mode.DROP
+        if microbatch.ticket is not None and microbatch.ticket[1].kind == "FB":
+            return Mode.KEEP
+        if not self._keeps_graphs or traits.needs_recompute:
+            return Mode.DROP
+        if self._devices[microbatch.device].is_host:
+            return Mode.KEEP
+        plan = microbatch.batch.plan
+        has_room = plan is not None and call.position in plan.staying.graphs
+        return Mode.LEND if has_room and self._turns.comes_back(microbatch, call) else Mode.DROP
 
     def _deliver(self, microbatch: Microbatch, call: Call, run: Run, escaped: Escaped) -> None:
         """Puts what came out of a call besides its output where the caller would find it."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from math import inf
 
 from torch import Tensor
 
@@ -29,16 +30,25 @@ class Footprints:
         devices: The number of devices.
         limit: Bytes of each device that stages may take; None: as many as it takes.
         refuses: Whether a layer is refused that needs more in a stage of its own. Otherwise it is tried.
+        keeps_graphs: Whether graphs stay on devices where there is room.
     """
 
     def __init__(
-        self, layers: Sequence[Layer], store: ParameterStore, devices: int, limit: int | None, *, refuses: bool
+        self,
+        layers: Sequence[Layer],
+        store: ParameterStore,
+        devices: int,
+        limit: int | None,
+        *,
+        refuses: bool,
+        keeps_graphs: bool,
     ) -> None:
         self._layers = layers
         self._store = store
         self._devices = devices
         self._limit = limit
         self._refuses = refuses
+        self._keeps_graphs = keeps_graphs
         self._activations = [0] * len(layers)
         """Besides gradients, while these are there, too."""
         self._without_gradients = [0] * len(layers)
@@ -126,15 +136,22 @@ class Footprints:
         # Of a layer with several calls they are not summed on the device, and come down beside the next call.
         times = Counter(calls)
         apart = [gradients for index, gradients in zip(calls, as_computed, strict=True) if times[index] > 1]
+        activations = [self._activations_of(index, own) for index, own in zip(calls, as_computed, strict=True)]
         memory = Memory(
             limit=self._limit,
             parameters=[nbytes(of) for of in leaves],
             gradients=as_summed if several else as_computed,
-            activations=[self._activations_of(index, own) for index, own in zip(calls, as_computed, strict=True)],
+            activations=activations,
             fresh=as_computed if several else (),
             besides=besides(inputs, max(self._waiting, *inputs), self._microbatches, self._devices)
             + max(apart, default=0),
             kept=[self._microbatches * size for size in inputs],
+            graphs=[
+                inf if layer.traits.needs_recompute else self._microbatches * size
+                for layer, size in zip(layers, activations, strict=True)
+            ]
+            if self._keeps_graphs
+            else (),
         )
         call, needed = memory.alone()
         if needed <= self._limit:

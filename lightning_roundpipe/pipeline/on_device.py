@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.out_of_memory import asking_for
+from lightning_roundpipe.pipeline.lent_parameters import LentParameters
 from lightning_roundpipe.pipeline.replica import AttributeState
 
 Buffers = list[dict[str, Tensor | None]]
@@ -23,6 +24,7 @@ class OnDevice:
         buffers: The layer's.
         state: The layer's attributes.
         copies: What stands for some of them in this run.
+        lent: Stands for the parameters, where the run's graph outlasts them.
 
     Attributes:
         parameters: On the device, as leaves of autograd's graph.
@@ -48,6 +50,7 @@ class OnDevice:
         buffers: Buffers,
         state: AttributeState,
         copies: dict[tuple[int, str], Any],
+        lent: LentParameters | None = None,
     ) -> None:
         self.parameters: Sequence[Tensor] = parameters
         self.buffers = buffers
@@ -61,6 +64,8 @@ class OnDevice:
         self._host_buffers = buffers
         with asking_for("parameters"):
             self.parameters = device.upload(parameters)
+        if lent is not None:
+            self.parameters = lent.stand_for(self.parameters)
         self._changing += [(x, y, y._version) for x, y in zip(parameters, self.parameters, strict=True)]
         self.buffers = [
             {name: None if buffer is None else self._up(buffer) for name, buffer in items.items()} for items in buffers

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 
 from lightning_roundpipe.schedules import Partition
+from lightning_roundpipe.schedules.memory import NOTHING_STAYS, Staying
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +21,16 @@ class Plan:
     positions: dict[int, list[int]]
     forward_stage: tuple[int, ...]
     backward_stage: tuple[int, ...]
-    staying: frozenset[int] = frozenset()
-    """The calls, by position, whose inputs stay on their device until they are recomputed there."""
+    staying: Staying = NOTHING_STAYS
+    """Calls, by position, of which something stays on a device with memory of its own."""
 
     @classmethod
     def make(
-        cls, calls: Sequence[int], partition: Partition, lanes: int, staying: frozenset[int] = frozenset()
+        cls,
+        calls: Sequence[int],
+        partition: Partition,
+        lanes: int,
+        staying: Staying = NOTHING_STAYS,
     ) -> "Plan":
         positions: dict[int, list[int]] = {}
         for position, layer in enumerate(calls):
@@ -39,7 +44,8 @@ class Plan:
         for number, range_ in enumerate(partition.backward):
             for position in range_:
                 backward_stage[position] = offset + number
-        return cls(tuple(calls), partition, lanes, positions, tuple(forward_stage), tuple(backward_stage), staying)
+        stages = tuple(forward_stage), tuple(backward_stage)
+        return cls(tuple(calls), partition, lanes, positions, *stages, staying)
 
     def locate(self, layer: int, start: int) -> int | None:
         """The first position of the layer from ``start`` on."""

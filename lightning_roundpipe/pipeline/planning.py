@@ -8,8 +8,8 @@ from lightning_roundpipe.pipeline.measuring import Measured
 from lightning_roundpipe.pipeline.plan import Plan, merged_calls
 from lightning_roundpipe.pipeline.threads import WorkThread
 from lightning_roundpipe.pipeline.turnstile import Cancelled
-from lightning_roundpipe.schedules import Scheduler
-from lightning_roundpipe.schedules.memory import Memory
+from lightning_roundpipe.schedules import Partition, Scheduler
+from lightning_roundpipe.schedules.memory import NOTHING_STAYS, Memory
 
 _CHANGE = 0.1
 """By how much the layers' shares of the costs must have changed, all together, for another plan."""
@@ -30,6 +30,7 @@ class Planning:
         staleness: For what.
         failed: Told of an error in the background.
         memory: What stages of calls must fit into, if anything.
+        graphs_stay: Whether graphs stay on devices with memory of their own, where there is room.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Planning:
         staleness: int,
         failed: Callable[[BaseException], None],
         memory: Callable[[Sequence[int]], Memory | None] = lambda calls: None,
+        *,
+        graphs_stay: bool = False,
     ) -> None:
         self.plan: Plan | None = None
         """The plan of the step, as soon as there is one."""
@@ -47,6 +50,7 @@ class Planning:
         self._staleness = staleness
         self._failed = failed
         self._memory = memory
+        self._graphs_stay = graphs_stay
         self._thread: WorkThread | None = None
         self._searching = False
         self._closed = False
@@ -66,13 +70,35 @@ class Planning:
         Args:
             calls: The calls.
             fused: Whether the last stage may be fused.
-            alone: Whether a step makes no others, whose inputs would be kept at the same time.
+            alone: Whether a step makes no others, of which something would stay on devices at the same time.
         """
+        memory = self._memory(calls)
+        plan: Plan | None = None
+        for _ in range(2 if self._graphs_stay else 1):  # what turns out to have no room is recomputed, which takes time
+            forward, backward, kept = self._costs(calls, plan)
+            partition = self._scheduler.partition(forward, backward, fused=fused, memory=memory, kept=kept)
+            plan = self._plan(calls, partition, self._scheduler.lanes, memory, alone=alone)
+        assert plan is not None
+        return plan
+
+    def _costs(self, calls: Sequence[int], plan: Plan | None) -> tuple[list[float], list[float], list[bool]]:
+        """Seconds of each call's forward and backward, and whether its graph is kept, so that the latter has no
+        recompute: as in a plan for these calls, or else as if there were room for all graphs."""
         forward, backward = self._measured.costs_of(calls)
-        memory, lanes = self._memory(calls), self._scheduler.lanes
-        partition = self._scheduler.partition(forward, backward, fused=fused, memory=memory, kept=self._kept(calls))
-        staying = self._scheduler.staying(partition, lanes, memory) if alone else frozenset()
-        return Plan.make(calls, partition, lanes, staying)
+        kept = [not self._measured.recomputes(call) for call in calls]
+        if self._graphs_stay and plan is not None and plan.calls == tuple(calls):
+            for i, stage in enumerate(plan.forward_stage):
+                if kept[i] and i not in plan.staying.graphs and stage != plan.fused_stage:
+                    kept[i] = False
+                    backward[i] += forward[i]
+        return forward, backward, kept
+
+    def _plan(
+        self, calls: Sequence[int], partition: Partition, lanes: int, memory: Memory | None, *, alone: bool = True
+    ) -> Plan:
+        """With what stays on devices."""
+        found = self._scheduler.staying(partition, lanes, memory, graphs=self._graphs_stay) if alone else NOTHING_STAYS
+        return Plan.make(calls, partition, lanes, found)
 
     def next(self, *, deferred: bool) -> Plan | None:
         """The plan for the next batch, if there is one yet."""
@@ -106,7 +132,7 @@ class Planning:
 
     def _consider(self, calls: tuple[int, ...], microbatches: int) -> None:
         """Begins a search where calls, microbatches or costs have changed since the last one."""
-        forward, backward = self._measured.costs_of(calls)
+        forward, backward, kept = self._costs(calls, self.plan)
         total = sum(forward) + sum(backward)
         if self._searching or not self._scheduler.can_be_planned or not total:
             return
@@ -119,12 +145,8 @@ class Planning:
         self._planned = calls, microbatches, shares
         self._searching = True
         self._thread = self._thread or WorkThread("roundpipe-planner")
-        memory, kept = self._memory(calls), self._kept(calls)
+        memory = self._memory(calls)
         self._thread.submit(lambda: self._search(calls, forward, backward, microbatches, memory, kept), lambda: None)
-
-    def _kept(self, calls: Sequence[int]) -> list[bool]:
-        """Whether each call's graph is kept, so that its backward has no recompute."""
-        return [not self._measured.recomputes(call) for call in calls]
 
     def _give_way(self) -> None:
         if self._closed:
@@ -145,7 +167,7 @@ class Planning:
             partition, lanes = self._scheduler.plan(
                 forward, backward, microbatches, self._staleness, memory, kept, self._give_way
             )
-            self._found = Plan.make(calls, partition, lanes, self._scheduler.staying(partition, lanes, memory))
+            self._found = self._plan(calls, partition, lanes, memory)
         except Cancelled:
             return
         except BaseException as error:

@@ -114,8 +114,17 @@ class Pipeline:
 
         self._interception = Interception(root, self.layers)
         self._attributes = ModuleAttributes(root, self.layers, self.run_serially, self._keep_order)
-        footprints = Footprints(self.layers, self.store, len(self.devices), memory_limit, refuses=refuses)
-        self._planning = Planning(self.scheduler, self.measured, staleness, self.monitor.fail, footprints.memory)
+        footprints = Footprints(
+            self.layers, self.store, len(self.devices), memory_limit, refuses=refuses, keeps_graphs=keeps_graphs
+        )
+        self._planning = Planning(
+            self.scheduler,
+            self.measured,
+            staleness,
+            self.monitor.fail,
+            footprints.memory,
+            graphs_stay=keeps_graphs and not self.devices[0].is_host,
+        )
         self._line_up = LineUp(self.scheduler, self.layers, self.peaks)
         self._turnstiles = Turnstiles(self.monitor, len(self.devices) + 1)  # the last one is the start line
         self._threads = Threads("roundpipe")

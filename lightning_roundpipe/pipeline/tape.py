@@ -25,6 +25,7 @@ from lightning_roundpipe.pipeline.arguments import Built, Structure
 from lightning_roundpipe.pipeline.compiling import CompiledKind
 from lightning_roundpipe.pipeline.device_sums import DeviceSums
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
+from lightning_roundpipe.pipeline.lent_parameters import LentParameters
 from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.on_device import OnDevice
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
@@ -59,6 +60,8 @@ class Mode:
     """Grad mode is on, so that the code takes the very same way as in the recompute, but nothing is saved."""
     KEEP = "keep"
     """The whole graph of the call."""
+    LEND = "lend"
+    """The same on a device with memory of its own, beyond the stage: without the parameters, which come back later."""
 
 
 class Run:
@@ -187,6 +190,8 @@ class Call:
         self.input_devices: list[torch.device] = []
         self.kept: Graph | None = None
         """Of the run that is not repeated."""
+        self._lent: LentParameters | None = None
+        """Those of that graph, where it outlasts its stage on a device with memory of its own."""
         self._incomplete: Graph | None = None
         """Of the first run, where only what is missing in it is computed again."""
         self._missing: MissingTensors | None = None
@@ -253,6 +258,7 @@ class Call:
         whole = self.is_new or traits.repeats_whole or self.compiled is not None or traits.compiles
         if mode == Mode.DROP and device.is_host and not whole:
             self._missing = MissingTensors(_escaped(self.label))
+        self._lent = LentParameters() if mode == Mode.LEND else None
         replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
             with watch or nullcontext():
@@ -278,7 +284,7 @@ class Call:
                 f"{self.label}: gradients are disabled where it is called, and enabled again inside it. Call it with"
                 " gradients enabled, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
             )
-        keeps = mode == Mode.KEEP or reaches_out
+        keeps = mode in (Mode.KEEP, Mode.LEND) or reaches_out
         if keeps:
             self._replica = replica
         else:
@@ -314,6 +320,8 @@ class Call:
             device.outlasting(run.leaves if self.kept is None else [*run.leaves, *run.parameters])
             if mode == Mode.DROP:
                 run.let_go(self.differentiable)
+            elif self._lent is not None:
+                self._lent.leave()
         return run
 
     def _trace(self, run: Run) -> bool:
@@ -511,7 +519,10 @@ class Call:
             self.deferred = DeferredWeights()
         try:
             graph = self.kept if self.kept is not None else self._run_again(device)
-            self.kept = None
+            if self._lent is not None:
+                with device.running(), asking_for("parameters"):
+                    self._lent.come_back(device.upload(self.parameters))
+            self.kept = self._lent = None
             with asking_for("gradients"):
                 return self._differentiate(graph, device, gradients, parameters, sums)
         finally:
@@ -527,7 +538,7 @@ class Call:
         if self._replica is not None:  # its graph was kept, and was not needed
             self.layer.give_back(self._replica)
             self._replica = None
-        self.kept = self._incomplete = self._missing = self.deferred = None
+        self.kept = self._incomplete = self._missing = self.deferred = self._lent = None
         self._let_go()
         self.arguments.leaves, self.parameters, self.deferred_gradients = [], (), []
         self.arguments.forget()
@@ -757,7 +768,7 @@ class Call:
                 inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
                 if self.gradient_inputs:
                     entered = _enter_call(self.label, _LEAF, *(inputs[i] for i in self.gradient_inputs))
-                    edges = _edges(entered, lasting=mode == Mode.KEEP or self._missing is not None)
+                    edges = _edges(entered, lasting=mode in (Mode.KEEP, Mode.LEND) or self._missing is not None)
                     for i, tensor in zip(self.gradient_inputs, entered, strict=True):
                         inputs[i] = tensor
             if mode != Mode.PLAIN or not device.is_host:
@@ -769,7 +780,8 @@ class Call:
             if not first:
                 self._put_random_state(device)
             (args, values, *attributes), built = self.arguments.build(inputs)
-            there = OnDevice(device, self.parameters, buffers, self.state, {} if first else self._copies)
+            copies = {} if first else self._copies
+            there = OnDevice(device, self.parameters, buffers, self.state, copies, self._lent)
             if not device.is_host:
                 refuse_escapes(there.parameters, self.label)
             if not first and self.deferred is not None:
@@ -821,6 +833,8 @@ class Call:
         if self._incomplete is not None and not first:
             assert self._missing is not None
             return self._missing.filling_in()
+        if self._lent is not None:
+            return self._lent.saving()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
             return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)

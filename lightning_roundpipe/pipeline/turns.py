@@ -105,9 +105,9 @@ class Turns:
         )
 
     def comes_back(self, microbatch: Microbatch, call: Call) -> bool:
-        """Whether a call is planned to leave its inputs on the device that runs it, to which its backward will come."""
+        """Whether the backward of a call will come to the device that its forward is on now."""
         batch, plan = microbatch.batch, microbatch.batch.plan
-        if plan is None or call.position is None or call.position not in plan.staying:
+        if plan is None or call.position is None:
             return False
         in_turn = plan.forward_stage[call.position] == microbatch.stage
         return in_turn and batch.places[plan.backward_stage[call.position], microbatch.index][0] == microbatch.device

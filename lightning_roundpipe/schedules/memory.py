@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 from operator import add
+from typing import NamedTuple
 
 from lightning_roundpipe.schedules.costs import stage_ranges
 from lightning_roundpipe.schedules.partition import Cost, Partition, balance
@@ -14,6 +15,21 @@ USABLE = 0.9
 """The share of a real device's memory that is counted on. The rest is left to workspaces and fragmentation."""
 _TRIED = 100
 """How many sizes of the largest stage are tried, if there are more."""
+
+
+class Staying(NamedTuple):
+    """Calls of which something stays on the device that has run them, until their backward.
+
+    Attributes:
+        graphs: Those whose graph does.
+        inputs: Those whose inputs do, for the recompute.
+    """
+
+    graphs: frozenset[int] = frozenset()
+    inputs: frozenset[int] = frozenset()
+
+
+NOTHING_STAYS = Staying()
 
 
 @dataclass(frozen=True)
@@ -29,6 +45,7 @@ class Memory:
             microbatches before.
         besides: Of what is held all the time, such as by the microbatches that wait.
         kept: Of what all microbatches keep of a call for its recompute. Left out: it is kept elsewhere.
+        graphs: Of what they keep of a call if it is not to be recomputed; infinite: it must be. Left out: all must be.
     """
 
     limit: Cost
@@ -38,6 +55,7 @@ class Memory:
     fresh: Sequence[Cost] = ()
     besides: Cost = 0
     kept: Sequence[Cost] = ()
+    graphs: Sequence[Cost] = ()
 
     def __post_init__(self) -> None:
         if not self.fresh:
@@ -63,29 +81,30 @@ class Memory:
             most, largest = max(most, self._held(calls, kind)), max(largest, self._parameters(calls))
         return most + largest + self.besides
 
-    def staying(self, partition: Partition, devices: int) -> frozenset[int]:
-        """The calls of which what is kept can stay on the device that has run them, until it runs them again.
+    def staying(self, partition: Partition, devices: int) -> Staying:
+        """What can stay on devices beside what stages need, of the calls that come back there; see :func:`comes_back`.
 
-        That are calls whose backward comes to the same device as their forward, and of these, on each device, the
-        largest for which there is room beside what stages need. For each byte held, one need not be copied down and up.
+        On each device, the most graphs for which there is room, for each of them saves a recompute; and then the
+        largest inputs, for each byte that is held need not be copied down and up again.
 
         Args:
             partition: The stages, dealt round-robin.
             devices: To so many devices.
         """
-        stages = stage_ranges(partition)
-        below = len(partition.forward)
-        forward = {call: stage for stage in range(below) for call in stages[stage]}
-        backward = {call: stage for stage in range(below, len(stages)) for call in stages[stage]}
         room = [self.limit - self.needed(partition)] * devices
-        found = set()
-        for call in sorted(range(len(self.kept)), key=lambda call: -self.kept[call]):
-            if call in forward and (backward[call] - forward[call]) % devices == 0:
-                device = forward[call] % devices
-                if self.kept[call] <= room[device]:
-                    room[device] -= self.kept[call]
+        back = comes_back(partition, devices)
+
+        def fitting(sizes: Sequence[Cost], ordered: Sequence[int]) -> frozenset[int]:
+            found = set()
+            for call in ordered:
+                if sizes[call] <= room[device := back[call]]:
+                    room[device] -= sizes[call]
                     found.add(call)
-        return frozenset(found)
+            return frozenset(found)
+
+        graphs = fitting(self.graphs, sorted(back, key=self.graphs.__getitem__)) if self.graphs else frozenset()
+        others = [call for call in back if call not in graphs] if self.kept else []
+        return Staying(graphs, fitting(self.kept, sorted(others, key=lambda call: -self.kept[call])))
 
     def balance(
         self,
@@ -142,6 +161,16 @@ def besides(inputs: Sequence[Cost], waiting: Cost, microbatches: int, devices: i
         devices: The number of devices.
     """
     return (microbatches - 1) * waiting + (1 + (microbatches if devices > 1 else 0)) * max(inputs, default=0)
+
+
+def comes_back(partition: Partition, devices: int) -> dict[int, int]:
+    """The calls whose backward comes to the same device as their forward, where stages are dealt round-robin, and which
+    device that is, counted from that of the first stage. Those of a fused stage are not among them."""
+    below = len(partition.forward)
+    stages = stage_ranges(partition)
+    forward = {call: stage for stage in range(below) for call in stages[stage]}
+    backward = {call: stage for stage in range(below, len(stages)) for call in stages[stage]}
+    return {call: stage % devices for call, stage in forward.items() if (backward[call] - stage) % devices == 0}
 
 
 def finest(calls: int, fused: bool = True) -> Partition:

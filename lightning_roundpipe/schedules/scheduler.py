@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
 from lightning_roundpipe.schedules.costs import Costs
-from lightning_roundpipe.schedules.memory import Memory
+from lightning_roundpipe.schedules.memory import NOTHING_STAYS, Memory, Staying, comes_back
 from lightning_roundpipe.schedules.named import BOUND, CHUNKS
 from lightning_roundpipe.schedules.one_f_one_b import one_f_one_b
 from lightning_roundpipe.schedules.partition import Partition, balance, bound, cut
@@ -167,12 +167,16 @@ class Scheduler:
             return memory.balance(forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
         return balance(forward_costs, backward_costs, fused=fused, fused_costs=fused_costs)
 
-    def staying(self, partition: Partition, lanes: int, memory: Memory | None) -> frozenset[int]:
-        """The calls whose inputs can stay on their device from the forward to the recompute; see
-        :meth:`Memory.staying`. Other schedules than RoundPipe's hold other things than are counted there: none."""
-        if memory is None or self._method != "roundpipe":
-            return frozenset()
-        return memory.staying(partition, self._devices // lanes)
+    def staying(self, partition: Partition, lanes: int, memory: Memory | None, *, graphs: bool = False) -> Staying:
+        """What stays on devices from a call's forward to its backward; see :meth:`Memory.staying`. Where no limit is
+        known, graphs if they are wanted, and no inputs. Other schedules than RoundPipe's hold other things than are
+        counted there: nothing."""
+        if self._method != "roundpipe":
+            return NOTHING_STAYS
+        devices = self._devices // lanes
+        if memory is None:
+            return Staying(frozenset(comes_back(partition, devices))) if graphs else NOTHING_STAYS
+        return memory.staying(partition, devices)
 
     def schedule(self, partition: Partition, microbatches: int, *, lanes: int = 1, deferred: bool = False) -> Schedule:
         """The next batch's schedule.

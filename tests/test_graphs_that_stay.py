@@ -1,0 +1,185 @@
+"""With recompute="none" graphs stay on devices with memory of their own, without the parameters: these leave with the
+stage and come back for the backward. What has no room is run again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers import RoundPipeStrategy, assert_equal, fit, fit_microbatches, one_layer_a_stage, result
+from models import batches_of, vectors
+from test_device_memory import Seen
+from test_devices import ACTIVATION, DOUBLE, PARAMETERS, data, make, wait_for_losses_late
+from test_exactness import MODELS, NOISY
+from test_exactness import data as exact_data
+from test_exactness import make as make_exact
+from test_habits import CheckpointAroundLayersAndCode, InPlaceFirst, ResidualStreamInPlace
+from test_habits import data as habits_data
+from test_habits import make as make_habit
+from test_kept_graphs import RUNS, WritesState, chain
+from test_staying_inputs import copied
+from torch import nn
+
+from lightning_roundpipe.devices import AcceleratorDevice, SimulatedDevice
+from lightning_roundpipe.pipeline.lent_parameters import LentParameters
+from lightning_roundpipe.schedules.memory import Memory, Staying, finest
+
+
+@pytest.fixture(autouse=True)
+def stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    one_layer_a_stage(monkeypatch)
+    RUNS.clear()
+
+
+def train(
+    module: Any,
+    batches: Any,
+    m: int,
+    devices: int = 1,
+    capacity: int | None = None,
+    run: dict | None = None,
+    **options: Any,
+) -> tuple[dict[str, Any], Seen]:
+    hardware = [SimulatedDevice(index, capacity=capacity) for index in range(devices)]
+    seen = Seen(hardware)
+    strategy = RoundPipeStrategy(
+        microbatches=m, **{"split": "step", "recompute": "none", "devices": hardware, **options}
+    )
+    return result(fit(module, batches, strategy, callbacks=[seen], **(run or {}))), seen
+
+
+# --- the numbers
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("devices", "m"), [(1, 1), (1, 3), (2, 3)])
+def test_equal_to_plain_lightning(name: str, devices: int, m: int) -> None:
+    flash = torch.backends.cuda.flash_sdp_enabled()
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        for run in ({}, {"accumulate_grad_batches": 2}):
+            batches = exact_data(name, torch.float64, 4)
+            ours, _ = train(make_exact(name, torch.float64), batches, m, devices, run=run)
+            assert_equal(ours, result(fit_microbatches(make_exact(name, torch.float64), batches, m, **run)))
+    finally:
+        torch.backends.cuda.enable_flash_sdp(flash)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"staleness": 1}, {"split": "model"}, {"schedule": "1f1b"}, {"lanes": 2}, {"run": {"precision": "bf16-mixed"}}],
+    ids=str,
+)
+def test_equal_to_recomputing(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    if "schedule" in options:
+        monkeypatch.undo()
+    dtype = torch.float32 if "run" in options else torch.float64
+    ours, theirs = (
+        train(
+            make_exact("gpt", dtype, **NOISY["gpt"]), exact_data("gpt", dtype, 3, 6), 3, 2,
+            recompute=recompute, **options,
+        )[0]
+        for recompute in ("none", "layer")
+    )  # fmt: skip
+    assert_equal(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    "kind", [InPlaceFirst, ResidualStreamInPlace, CheckpointAroundLayersAndCode], ids=lambda kind: kind.__name__
+)
+def test_changes_in_place_and_checkpoints(kind: type) -> None:
+    torch.set_default_dtype(torch.float64)
+    ours, _ = train(make_habit(kind), habits_data(), 3)
+    assert_equal(ours, result(fit_microbatches(make_habit(kind), habits_data(), 3)))
+
+
+def test_a_layer_that_writes_its_state_is_run_again() -> None:
+    batches = batches_of(vectors, 4, 6)
+    ours, _ = train(chain(WritesState), batches, 3)
+    assert_equal(ours["weights"], result(fit_microbatches(chain(WritesState), batches, 3))["weights"])
+
+
+# --- what is run, held and copied
+
+
+@pytest.mark.parametrize(("devices", "m"), [(1, 1), (1, 3), (2, 3)])
+def test_nothing_is_run_again(devices: int, m: int) -> None:
+    counts = []
+    for batches in (2, 4):
+        RUNS.clear()
+        train(chain(), batches_of(vectors, batches, 6), m, devices)
+        counts.append(Counter(RUNS.values()))
+    assert counts[1] - counts[0] == {number: 2 * m for number in range(4)}, "of two batches after the first ones"
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_parameters_are_not_held(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block keeps its input, which is what the block before it keeps of its output, and no parameter."""
+    wait_for_losses_late(monkeypatch)
+    peaks = {}
+    for depth in (8, 16):
+        _, seen = train(make(depth), data(m), m)
+        (peaks[depth],) = set(map(max, seen.peaks))
+        losses = 3 * m * DOUBLE
+        up, down = (2 * depth - 1) * PARAMETERS + m * ACTIVATION, depth * PARAMETERS + losses
+        assert copied(seen) == [(up, down)] * 2, "parameters come up twice, and no activation a second time"
+    assert peaks[16] - peaks[8] == 8 * m * ACTIVATION
+
+
+def test_as_many_as_there_is_room_for() -> None:
+    depth, m = 8, 2
+    plain = result(fit_microbatches(make(depth), data(m), m))
+    _, seen = train(make(depth), data(m), m, capacity=2**30)
+    assert seen.plans[0].staying.graphs == set(range(depth - 1))
+    memory = 0
+    for room in (0, 1, 3, 8, 100):
+        capacity = seen.needed[0] + room * m * ACTIVATION + ACTIVATION // 2
+        ours, found = train(make(depth), data(m), m, capacity=capacity)
+        assert_equal(ours, plain)
+        assert max(map(max, found.peaks)) <= capacity
+        graphs, inputs = found.plans[0].staying
+        assert not graphs & inputs and len(graphs) >= memory
+        memory = len(graphs)
+    assert memory == depth - 1
+
+
+def test_which_stay() -> None:
+    stages = finest(5)
+
+    def staying(room: int, devices: int = 1) -> Staying:
+        memory = Memory(0, [10] * 5, [10] * 5, [5] * 5, kept=[4] * 5, graphs=[20, 30, float("inf"), 25, 1])
+        return replace(memory, limit=memory.needed(stages) + room).staying(stages, devices)
+
+    assert staying(0) == Staying()
+    assert staying(19) == Staying(frozenset(), frozenset({0, 1, 2, 3}))
+    assert staying(24) == Staying(frozenset({0}), frozenset({1}))
+    assert staying(50) == Staying(frozenset({0, 3}), frozenset({1}))
+    assert staying(999) == Staying(frozenset({0, 1, 3}), frozenset({2})), "what must be recomputed keeps its input"
+    assert staying(25, 2) == Staying(frozenset({0, 3}), frozenset({2})), "20 and 4 on one device, 25 on the other"
+
+
+# --- what is changed meanwhile
+
+
+def test_a_saved_tensor_that_is_changed_in_place() -> None:
+    """Where there are hooks for what is saved, autograd does not look itself."""
+    device = AcceleratorDevice(SimulatedDevice(0), {})
+    with device.in_thread():
+        weight = nn.Parameter(torch.ones(3, dtype=torch.double))
+        lent = LentParameters()
+        (leaf,) = lent.stand_for(device.upload([weight]))
+        x = device.to_device(torch.ones(3, dtype=torch.double))
+        with lent.saving():
+            out = torch.sigmoid(x * leaf)
+            doubled = out * 2.0
+        lent.leave()
+        assert leaf.numel() == 0
+        lent.come_back(device.upload([weight]))
+        torch.autograd.grad(doubled.sum(), [leaf], retain_graph=True)
+        out.detach().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(doubled.sum(), [leaf])
