@@ -14,6 +14,7 @@ from lightning_roundpipe.machine import GPUS, PRECISIONS, Gpu, Machine, Precisio
 from lightning_roundpipe.schedules.costs import Costs
 from lightning_roundpipe.schedules.draw import draw
 from lightning_roundpipe.schedules.memory import Memory
+from lightning_roundpipe.table_names import Name
 from lightning_roundpipe.tracing import LayerCall, build, load, trace
 from lightning_roundpipe.units import GB
 
@@ -116,7 +117,7 @@ def _layer_table(calls: Sequence[LayerCall], costs: Costs, precision: Precision)
     """Layers of one kind and size in one row."""
     table = Table(title="Layers", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for title in ("layers", "class"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title)
     for title in ("calls", "weights\nGB", "saved\nGB", "F\nms", "B\nms", "upload\nms"):
         table.add_column(title, justify="right", no_wrap=True)
     for members in alike(
@@ -124,8 +125,8 @@ def _layer_table(calls: Sequence[LayerCall], costs: Costs, precision: Precision)
     ):
         last = calls[i := members[-1]]
         table.add_row(
-            name_of([calls[member].layer for member in members]),
-            last.kind,
+            Name(name_of([calls[member].layer for member in members])),
+            Name(last.kind),
             str(len(members)),
             f"{precision.compute * last.parameters / GB:.2f}",
             f"{last.activation_bytes / GB:.2f}",

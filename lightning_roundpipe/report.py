@@ -14,6 +14,7 @@ from lightning_roundpipe.host_need import HostNeed, describe
 from lightning_roundpipe.layer_groups import alike, name_of, sizes_of
 from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.runtime import Pipeline
+from lightning_roundpipe.table_names import Name
 from lightning_roundpipe.units import size_text
 
 
@@ -91,14 +92,14 @@ class PipelineReport:
             title=f"Layers and stages ({self.microbatches} microbatches)",
             caption="F: forward, B: backward, with the recompute if there is one; time per microbatch",
         )
-        layers.add_column("layer", overflow="fold")
-        layers.add_column("class", overflow="fold")
+        layers.add_column("layer")
+        layers.add_column("class")
         for title in ("parameters", "F stage", "B stage", "F ms", "B ms"):
             layers.add_column(title, justify="right")
         for row in self.layers:
             layers.add_row(
-                row.name,
-                row.kind,
+                Name(row.name),
+                Name(row.kind),
                 f"{row.parameters:,}",
                 ", ".join(map(str, row.forward_stage)) or "-",
                 ", ".join(map(str, row.backward_stage)) or "-",
@@ -171,7 +172,7 @@ def summary(pipeline: Pipeline, need: HostNeed, available: int | None) -> Group:
     """
     table = Table(title="Layers")
     for title in ("layer", "class"):
-        table.add_column(title, overflow="fold")
+        table.add_column(title)
     everything = _Size.of(pipeline.store.parameters())
     frozen = everything.trained < everything.numbers
     for title in ("count", "parameters", *(("trained",) if frozen else ()), "size"):
@@ -181,7 +182,10 @@ def summary(pipeline: Pipeline, need: HostNeed, available: int | None) -> Group:
     for members in alike(zip(kinds, sizes, strict=True)):
         names = [pipeline.layers[member].name for member in members]
         table.add_row(
-            name_of(names), kinds[members[0]], str(len(members)), *sizes[members[0]].cells(frozen, len(members))
+            Name(name_of(names)),
+            Name(kinds[members[0]]),
+            str(len(members)),
+            *sizes[members[0]].cells(frozen, len(members)),
         )
     held = {id(parameter) for layer in pipeline.layers for parameter in layer.parameters}
     outside = [parameter for parameter in pipeline.store.parameters() if id(parameter) not in held]

@@ -9,6 +9,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from lightning_roundpipe.table_names import Name
+
 Kind = Literal[
     "difference", "error", "recompute", "split", "side effect", "escape", "mutated input", "random", "parameters",
     "no gradient", "serial",
@@ -244,24 +246,28 @@ class Verification:
     def _layers(self) -> Table:
         table = _table("Layers", "calls: by all microbatches of a batch; gradient error: relative")
         for title in ("layer", "class"):
-            table.add_column(title, overflow="fold")
+            table.add_column(title)
         for title in ("parameters", "calls", "gradient\nerror"):
             table.add_column(title, justify="right", no_wrap=True)
         table.add_column("found", min_width=_WORD)
         for layer in self.layers:
             kinds = dict.fromkeys(finding.kind for finding in self.findings if finding.layer == layer.name)
             error = "-" if layer.error is None else f"{layer.error:.1e}" if layer.error else "0"
-            table.add_row(layer.name, layer.kind, f"{layer.parameters:,}", f"{layer.calls:,}", error, ", ".join(kinds))
+            cells = f"{layer.parameters:,}", f"{layer.calls:,}", error, ", ".join(kinds)
+            table.add_row(Name(layer.name), Name(layer.kind), *cells)
         return table
 
     def _findings(self) -> Table:
         table = _table("Found", show_lines=True)
         table.add_column("what", no_wrap=True)
-        table.add_column("where", overflow="fold", max_width=24)
+        table.add_column("where", max_width=24)
         table.add_column("", overflow="fold")
+        same: dict[tuple[bool, Kind, str], list[str]] = {}
         for finding in sorted(self.findings, key=lambda finding: not finding.serious):
-            kind = Text(finding.kind, style="bold red" if finding.serious else "")
-            table.add_row(kind, finding.layer or "the step", Text(finding.text))
+            where = same.setdefault((finding.serious, finding.kind, finding.text), [])
+            where.append(finding.layer or "the step")
+        for (serious, kind, text), where in same.items():
+            table.add_row(Text(kind, style="bold red" if serious else ""), Name(_counted(where)), Text(text))
         return table
 
 
@@ -274,15 +280,22 @@ def _table(title: str, caption: str | None = None, *, show_lines: bool = False) 
     return Table(title=title, caption=caption, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_lines=show_lines)
 
 
+def _counted(places: list[str]) -> str:
+    """The first of them, and how often it or others are there."""
+    first, others = places[0], len(set(places)) - 1
+    times = f", {len(places)} times" if len(places) > others + 1 else ""
+    return f"{first} and {others} more{times}" if others else f"{first}{times}"
+
+
 def _gradients(wrong: list[tuple[Comparison, GradientError]], limit: int = 20) -> Table:
     table = _table("Gradients that differ", f"and {len(wrong) - limit} more" if len(wrong) > limit else None)
     table.add_column("run", min_width=_WORD)
-    table.add_column("parameter", overflow="fold")
+    table.add_column("parameter")
     for title in ("expected\nnorm", "largest\ndifference", "relative"):
         table.add_column(title, justify="right", no_wrap=True)
     for comparison, gradient in wrong[:limit]:
         norm = "none" if gradient.norm is None else f"{gradient.norm:.3g}"
-        table.add_row(comparison.name, gradient.parameter, norm, f"{gradient.error:.1e}", _error(gradient))
+        table.add_row(comparison.name, Name(gradient.parameter), norm, f"{gradient.error:.1e}", _error(gradient))
     return table
 
 

@@ -159,7 +159,19 @@ def test_reports_are_eighty_columns_wide() -> None:
     assert any("-1.23457e-05  -1.23457e+15     1e-09  no gradient" in line for line in lines)
     words = set(text.split())
     assert words >= {"microbatches,", "microbatches", "autograd,", "WithLongNames:", "mutated", "input", "gradient"}
-    assert words >= {"language_model.d", "ChangesItsArgum", "ecoder.net.1", "ent"}, "names go on in the next line"
+    assert words >= {"language_model.", "decoder.net.1", "ChangesIts", "Argument"}, "names go on in the next line"
+
+
+def test_what_is_found_several_times_is_said_once() -> None:
+    report = verify(MLP(), batches_of(vectors, 1, 6, torch.float32)[0])
+    draws = [Finding("random", f"blocks.{index}", "Draws random numbers.") for index in range(12)]
+    changes = [Finding("mutated input", "head", "Its arguments are changed in place.")] * 3
+    once = [Finding("serial", None, "The microbatches run one after the other.")]
+    text = str(replace(report, findings=[*draws, *changes, *once, changes[0], draws[0]]))
+    found = " ".join(text.partition("Found")[2].split())
+    assert [found.count(finding.text) for finding in (draws[0], changes[0], once[0])] == [1, 1, 1]
+    assert "blocks.0 and 11 more, 13 times" in " ".join(found.replace("Draws random numbers. ", "").split())
+    assert "head, 4 times Its" in found and "the step The" in found
 
 
 @pytest.mark.parametrize(
