@@ -8,7 +8,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.measure import Measurement
 from rich.text import Text
 
-_SEAMS = (re.compile(r"(?<=[. ])"), re.compile(r"(?<=_)|(?<=[a-z0-9])(?=[A-Z])"))
+_SEAMS = (re.compile(r"(?<=[^. ][.])(?=[^.])|(?<= )"), re.compile(r"(?<=_)|(?<=[a-z0-9])(?=[A-Z])"))
 """Where a name may be broken: after a dot; if that is not enough, after an underscore and before a capital letter."""
 
 

@@ -160,6 +160,52 @@ def test_what_is_counted_is_what_training_takes(monkeypatch: pytest.MonkeyPatch)
     assert sum(value.nbytes for of_one in state for value in of_one.values() if value.dim()) == 8 * numbers
 
 
+class Held(L.Callback):
+    """Bytes that are there for gradients, optimizer state, and copies that layers compute with."""
+
+    def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        trainer.strategy.settle()
+        store = trainer.strategy.pipeline.store
+        free = trainer.strategy.pipeline.gradients.memory._free
+        states = (
+            value
+            for optimizer in trainer.optimizers
+            for of_one in optimizer.state.values()
+            for value in of_one.values()
+        )
+        masters = {parameter.data_ptr() for parameter in module.parameters()}
+        leaves = {leaf.data_ptr(): leaf for leaves in store._leaves for leaf in leaves.values()}
+        self.bytes = (
+            sum(tensor.nbytes for tensors in free.values() for tensor in tensors),
+            sum(value.nbytes for value in states if value.dim()),
+            sum(leaf.nbytes for address, leaf in leaves.items() if address not in masters),
+        )
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_what_gets_no_gradient_or_is_in_no_optimizer(staleness: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Frozen parameters take nothing besides themselves, whether an optimizer knows of them or not. Others that none
+    knows of have no state; their gradients come all the same.
+    """
+
+    def groups(module: nn.Module) -> list[nn.Parameter]:
+        return [p for name, p in module.named_parameters() if not name.startswith(("net.3", "net.4"))]
+
+    needs: list[HostNeed] = []
+    monkeypatch.setattr("lightning_roundpipe.strategy.check_fits", lambda need, *args, **options: needs.append(need))
+    model, held = MLP(optimizer=optim.AdamW, groups=groups), Held()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(("net.2", "net.3")))  # of an optimizer, and of none
+    run = {"callbacks": [held]}
+    fit_pipeline(model, batches_of(vectors, 3, 6, torch.float32), 2, staleness=staleness, run=run)
+    (need,) = needs
+    trained = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+    stepped = sum(parameter.nbytes for parameter in groups(model) if parameter.requires_grad)
+    assert 0 < stepped < trained < need.all.parameters
+    assert held.bytes == (trained, 2 * stepped, 2 * trained * staleness)
+    assert held.bytes == (need.all.gradients, need.all.optimizer, need.all.copies)
+
+
 # --- what there is
 
 

@@ -17,6 +17,7 @@ LORA = "base_model.model.model.layers.10.self_attn.q_proj.lora_A.default"
         ("blocks.0", 8, ["blocks.0"]),
         ("blocks.0", 7, ["blocks.", "0"]),
         (LORA, 24, ["base_model.model.model.", "layers.10.self_attn.", "q_proj.lora_A.default"]),
+        ("model.layers.0 .. 63", 16, ["model.layers.0", ".. 63"]),
         ("model.layers.0 .. 63", 12, ["model.", "layers.0 ..", "63"]),
         ("Qwen3DecoderLayer", 13, ["Qwen3Decoder", "Layer"]),
         ("embed_tokens", 6, ["embed_", "tokens"]),
