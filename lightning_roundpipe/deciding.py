@@ -99,6 +99,13 @@ class BatchSplitter:
         sizes = mb.split_sizes(samples, self._microbatches, least)
         return mb.split(batch, sizes), sizes
 
+    def _try_to_cut(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """Leaves no trace on the module, as the user's own way may."""
+        if self._own_split is None:
+            return self._cut(batch)
+        with undone(self._module):
+            return self._cut(batch)
+
     # -- deciding --------------------------------------------------------------------------------------------------
 
     def is_to_look(self, batches: int, *, begins_epoch: bool) -> bool:
@@ -142,10 +149,9 @@ class BatchSplitter:
         weight = self.loss_weight
         self._settle()
         try:
-            with undone(self._module):
-                if len(self._cut(batch)[0]) == 1:
-                    return True
-            evidence = compare(self._module, batch, self._cut, loss_of, {weight_name(weight): weight})
+            if len(self._try_to_cut(batch)[0]) == 1:
+                return True
+            evidence = compare(self._module, batch, self._try_to_cut, loss_of, {weight_name(weight): weight})
         except Exception:  # the step itself will raise it, if it is the step's
             return True
         if evidence is None or evidence.fits or evidence.unusable:  # what cannot be weighed, the step raises
@@ -167,17 +173,15 @@ class BatchSplitter:
             rank_zero_info("roundpipe: split='whole', because training_step fetches its batches by itself.")
             return
         if self._asked != "model" and self._own_split is not None:
-            with undone(module):
-                self._cut(batch)  # what it raises is for the user to see
+            self._try_to_cut(batch)  # what it raises is for the user to see
         self._settle()
         why = "because that was asked for"
         otherwise = "split='step' would be faster, but is right only for losses that are means over samples."
         try:
             if self._asked != "model":
-                with undone(module):
-                    parts = len(self._cut(batch)[0])
+                parts = len(self._try_to_cut(batch)[0])
                 if parts > 1:
-                    evidence = gather_evidence(module, batch, self._cut, loss_of, self._loss_weight)
+                    evidence = gather_evidence(module, batch, self._try_to_cut, loss_of, self._loss_weight)
                     if evidence is None:
                         return  # a later batch will tell
                     if self._asked == "step":

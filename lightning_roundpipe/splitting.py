@@ -29,7 +29,7 @@ from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeig
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
 from lightning_roundpipe.pipeline.rng import RandomState, generator_state
-from lightning_roundpipe.pipeline.watching import is_plain_object, named_by_code
+from lightning_roundpipe.pipeline.watching import ATOMS, is_iterator, is_plain_object, named_by_code
 from lightning_roundpipe.probes import changed_batches, moved_parameters
 from lightning_roundpipe.trees import map_tree
 
@@ -101,7 +101,7 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
     Args:
         module: The user's module; left as it was.
         batch: The first batch; left as it was.
-        cut: How batches are split.
+        cut: How batches are split; it leaves no trace on the module.
         loss_of: The user's step.
         wanted: The weighting that was asked for; it is tried first.
 
@@ -122,8 +122,7 @@ def gather_evidence(module: nn.Module, batch: Any, cut: Cut, loss_of: LossOf, wa
         errors.update({name: max(error, errors.get(name, 0.0)) for name, error in found.errors.items()})
         return found.fits
 
-    with undone(module):
-        samples = sum(cut(batch)[1])
+    samples = sum(cut(batch)[1])
     with ExitStack() as stack:
         with suppress(Exception):  # a step that bears no other values
             with moved_parameters(module):
@@ -157,8 +156,7 @@ def compare(
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
-    with undone(module):
-        pieces, sizes = cut(batch)
+    pieces, sizes = cut(batch)
     (whole,), left, draws = _run(module, [batch], [sum(sizes)], loss_of, ignored)
     if whole is None or not whole.isfinite():
         return None
@@ -467,6 +465,8 @@ class _Contents:
 
     def note(self, value: Any) -> None:
         kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
+        if kind in ATOMS:  # quickly: most are
+            return
         if issubclass(kind, Tensor):
             if not issubclass(kind, nn.Parameter):
                 self._tensors.setdefault(id(value), (value, value.detach().clone()))
@@ -501,7 +501,8 @@ class _Contents:
         containers = [container for container, _ in self._containers.values()]
         for container in (*namespaces, *containers):
             if isinstance(container, (dict, list, deque)):
-                for key, value in list(container.items() if isinstance(container, dict) else enumerate(container)):
+                items = container.items() if isinstance(container, dict) else enumerate(container)
+                for key, value in [(key, value) for key, value in items if is_iterator(value)]:
                     other = stand_in(f"an iterator ({key!r})", value, made)
                     if other is not None:
                         container[key] = other

@@ -31,7 +31,8 @@ _FRAMEWORKS = {"torch", "torchmetrics", "lightning", "pytorch_lightning", "trans
 _NOT_PLAIN = _FRAMEWORKS | {"asyncio", "concurrent", "logging", "multiprocessing", "queue", "threading"}
 _SEQUENCES = (list, deque)
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_ATOMS = {bool, int, float, str, bytes, types.NoneType}
+ATOMS = {bool, int, float, str, bytes, types.NoneType}
+"""Values that hold nothing and cannot be changed in place."""
 _watch = threading.local()
 
 
@@ -451,7 +452,7 @@ def is_plain_object(value: Any) -> bool:
 def _take(value: Any, found: list[Any], seen: set[int]) -> None:
     if len(found) >= _MAX_ITEMS or id(value) in seen:
         return
-    if type(value) in _ATOMS:  # quickly: most are keys, numbers and names
+    if type(value) in ATOMS:  # quickly: most are keys, numbers and names
         found.append(value)
         return
     numpy = sys.modules.get("numpy")
