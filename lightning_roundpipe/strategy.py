@@ -24,7 +24,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
-from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
@@ -42,13 +41,14 @@ from lightning_roundpipe.monitor import PipelineMonitor, shows_summary
 from lightning_roundpipe.pipeline.batch import Batch
 from lightning_roundpipe.pipeline.between import UseBetweenBatches
 from lightning_roundpipe.pipeline.compiling import compile_settings, compiled_function
-from lightning_roundpipe.pipeline.layers import LayerSpec, names_of_scripts
+from lightning_roundpipe.pipeline.layers import LayerSpec
 from lightning_roundpipe.pipeline.rng import derive_seed, program_seed
 from lightning_roundpipe.pipeline.runtime import Pipeline, Step
 from lightning_roundpipe.pipeline.strays import bring_home
 from lightning_roundpipe.pipeline.turnstile import Cancelled
 from lightning_roundpipe.precision import RoundPipePrecision, with_background_step
 from lightning_roundpipe.processes import MultiProcessStrategy
+from lightning_roundpipe.refusals import check_module, check_optimizers
 from lightning_roundpipe.report import PipelineReport, as_text, make_report, summary
 from lightning_roundpipe.schedules import NAMES as SCHEDULES
 from lightning_roundpipe.schedules import Schedule, ScheduleName, Scheduler
@@ -355,19 +355,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self.precision_plugin.train_step_context,
             self.settle,
         )
-        self._check_optimizers(module)
+        check_optimizers(module, self.optimizers, staleness=self.staleness, processes=self.world_size)
+        check_module(module, simulated=self.devices is not None)
         simulated = any(device.type == "meta" for device in self._hardware)
-        if self.devices is not None and (scripts := names_of_scripts(module)):
-            raise MisconfigurationException(
-                f"{scripts[0]!r}: a script (torch.jit) reads its parameters and buffers where they are,"
-                " in host memory, and not where its inputs are. Use the module that it was made of, or virtual CPU"
-                " devices."
-            )
-        if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
-            raise MisconfigurationException(
-                f"{type(module).__name__} has lazy layers whose parameters have no shape yet. Call the model once on an"
-                " example before fit."
-            )
         mixed = isinstance(self.precision_plugin, MixedPrecision)
         need, available = host_need(module, self.optimizers, mixed=mixed, staleness=self.staleness), available_memory()
         check_fits(need, available, staleness=self.staleness, halves=_holds_full_precision(module))
@@ -464,34 +454,6 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self._timeline_writer = None
         if self._threads_before is not None:
             torch.set_num_threads(self._threads_before)
-
-    def _check_optimizers(self, module: "pl.LightningModule") -> None:
-        inside = {id(parameter) for parameter in module.parameters()}
-        for optimizer in self.optimizers:
-            if self.staleness and needs_closure(optimizer):
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} evaluates the loss again at new parameters within one step, which"
-                    " cannot be done with parameters one step old. Use RoundPipeStrategy(staleness=0)"
-                    " (strategy='roundpipe')."
-                )
-            if self.is_distributed and needs_closure(optimizer):
-                raise MisconfigurationException(
-                    f"{type(optimizer).__name__} decides by the loss how often it evaluates it, and the loss is not the"
-                    f" same in each of the {self.world_size} processes. Train in one process."
-                )
-            groups = optimizer.param_groups
-            if (
-                len(self.optimizers) == 1
-                and module.automatic_optimization
-                and type(optimizer).__name__ != "_MockOptimizer"
-            ):
-                strays = sum(id(parameter) not in inside for group in groups for parameter in group["params"])
-                if strays:
-                    raise MisconfigurationException(
-                        f"{strays} parameters of the optimizer are not parameters of {type(module).__name__}. Register"
-                        " them on the module (as nn.Parameter or in a submodule), so that the pipeline can compute"
-                        " their gradients."
-                    )
 
     def _may_step_in_background(self, trainer: "pl.Trainer") -> bool:
         if not self.background_step:
@@ -1009,8 +971,9 @@ def _monitor_of(trainer: "pl.Trainer") -> PipelineMonitor | None:
 
 def _data_module(trainer: "pl.Trainer") -> "pl.LightningDataModule | None":
     """Where the batches come from, if from a data module: a Trainer that is used again still has the one before."""
-    data_module = getattr(trainer, "datamodule", None)
-    return data_module if trainer.fit_loop._data_source.instance is data_module else None
+    data_module: pl.LightningDataModule | None = getattr(trainer, "datamodule", None)
+    source: Any = trainer.fit_loop._data_source.instance
+    return data_module if source is data_module else None
 
 
 def _holds_full_precision(module: torch.nn.Module) -> bool:
