@@ -1,6 +1,7 @@
 """What was there before training is not looked through in every garbage collection while it goes on."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from lightning_roundpipe.garbage import SparedObjects
 
 
 @pytest.fixture
-def nothing_spared() -> None:
-    gc.unfreeze()  # by the tests themselves
+def nothing_spared() -> Iterator[None]:
+    """By the tests themselves, which go on to spare what they have imported afterwards."""
+    gc.unfreeze()
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 class Counts(MLP):

@@ -50,6 +50,8 @@ class Strays(TorchFunctionMode):
         if func is torch.autograd.backward:
             with self:  # a torch function by itself: without this, no stray tensor would be moved in it
                 return self._backward(*args, **kwargs)
+        if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # quickly: most look at an attribute of it
+            return func(*args)
         found = list(_tensors((*args, *kwargs.values())))
         if len(found) < 2:
             return func(*args, **kwargs)
