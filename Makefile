@@ -24,12 +24,13 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)  ## train a character GPT for two minutes (ARGS="--seconds 30 --devices 3")
 	$(BIN)/python examples/char_gpt.py $(ARGS)
 
-# One thread per operation: tests are small, and several virtual devices run at a time. Two files at a time.
+# One thread per operation: tests are small, and several virtual devices run at a time. Three files at a time: threads that
+# wait for each other leave a core idle now and then.
 test: $(READY)  ## run all tests (ARGS="-k resume" for some)
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile $(ARGS)
 
 quick: $(READY)  ## run the tests that take less than ten seconds each
-	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist loadfile -m "not slow and not gpu" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist loadfile -m "not slow and not gpu" $(ARGS)
 
 lint: $(READY)  ## check style and types
 	$(BIN)/ruff check

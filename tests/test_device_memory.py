@@ -358,12 +358,12 @@ def test_unequal_layers_keep_to_the_limit(widths: list[int], devices: int) -> No
     with pytest.raises(ValueError) as raised:
         train(0, None, 3, devices, Uneven(widths).double(), device_memory=1)
     (least,) = re.findall(r"([\d.]+) kB in all", str(raised.value))
-    for factor in (1.05, 1.5, 3):
+    plain = result(fit_microbatches(Uneven(widths).double(), data(3, 4), 3))
+    for factor in (1.05, 2):
         limit = int(factor * 1000 * float(least))
         trainer, seen = train(0, None, 3, devices, Uneven(widths).double(), device_memory=limit)
         assert seen.needed[0] <= limit and max(map(max, seen.peaks)) <= limit
-        plain = fit_microbatches(Uneven(widths).double(), data(3, 4), 3)
-        assert_equal(result(trainer), result(plain))
+        assert_equal(result(trainer), plain)
 
 
 class Twice(Deep):

@@ -158,7 +158,7 @@ def test_data_at_any_address(m: int) -> None:
     the forward did.
     """
     for offset in range(16):
-        batches = data("mlp", torch.float32)
+        batches = data("mlp", torch.float32, 3)
         for batch in batches:
             room = torch.empty(batch["x"].numel() + 16)
             batch["x"] = room[offset : offset + batch["x"].numel()].view_as(batch["x"]).copy_(batch["x"])
