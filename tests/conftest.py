@@ -26,8 +26,10 @@ settings.load_profile("any time")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_finish() -> None:
-    """All that has been imported is not looked through again in every garbage collection."""
+@pytest.fixture(autouse=True, scope="module")
+def fast_garbage_collection() -> None:
+    """What was imported, and what tests before have left in caches, is not looked through in every collection: there
+    are so many in a pipeline's life that a test would take twice as long in the end."""
     gc.collect()
     gc.freeze()
 
