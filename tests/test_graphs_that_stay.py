@@ -26,6 +26,8 @@ from torch import nn
 
 from lightning_roundpipe.devices import AcceleratorDevice, SimulatedDevice
 from lightning_roundpipe.pipeline.lent_parameters import LentParameters
+from lightning_roundpipe.pipeline.turns import Turns
+from lightning_roundpipe.schedules import scheduler
 from lightning_roundpipe.schedules.memory import Memory, Staying, finest
 
 
@@ -170,7 +172,7 @@ def test_a_saved_tensor_that_is_changed_in_place() -> None:
     device = AcceleratorDevice(SimulatedDevice(0), {})
     with device.in_thread():
         weight = nn.Parameter(torch.ones(3, dtype=torch.double))
-        lent = LentParameters()
+        lent = LentParameters(device.torch_device)
         (leaf,) = lent.stand_for(device.upload([weight]))
         x = device.to_device(torch.ones(3, dtype=torch.double))
         with lent.saving():
@@ -183,3 +185,13 @@ def test_a_saved_tensor_that_is_changed_in_place() -> None:
         out.detach().mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             torch.autograd.grad(doubled.sum(), [leaf])
+
+
+def test_a_backward_that_comes_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where autograd takes calls in another order than the reverse."""
+    monkeypatch.setattr(Turns, "comes_back", lambda *_: True)
+    monkeypatch.setattr(scheduler, "comes_back", lambda partition, devices: range(len(partition.forward)))
+    with pytest.raises(
+        RuntimeError, match=r"layer 'net\.4': its graph is on meta:0, .* come to meta:2.*recompute='layer'"
+    ):
+        train(chain(), batches_of(vectors, 3, 6), 3, 4)

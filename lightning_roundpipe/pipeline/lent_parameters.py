@@ -25,13 +25,17 @@ class LentParameters:
     """The leaves of one call's graph that stand for uploaded parameters. They have memory while the layer runs, and
     again while its graph is differentiated.
 
+    Args:
+        place: The device that the graph is on.
+
     Attributes:
         leaves: One for each parameter.
     """
 
-    __slots__ = ("_index", "_versions", "leaves")
+    __slots__ = ("_index", "_versions", "leaves", "place")
 
-    def __init__(self) -> None:
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
         self.leaves: list[nn.Parameter] = []
         self._index: dict[int, int] = {}
         """Their numbers, by where their memory is."""

@@ -258,7 +258,7 @@ class Call:
         whole = self.is_new or traits.repeats_whole or self.compiled is not None or traits.compiles
         if mode == Mode.DROP and device.is_host and not whole:
             self._missing = MissingTensors(_escaped(self.label))
-        self._lent = LentParameters() if mode == Mode.LEND else None
+        self._lent = LentParameters(device.torch_device) if mode == Mode.LEND else None
         replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
             with watch or nullcontext():
@@ -520,8 +520,7 @@ class Call:
         try:
             graph = self.kept if self.kept is not None else self._run_again(device)
             if self._lent is not None:
-                with device.running(), asking_for("parameters"):
-                    self._lent.come_back(device.upload(self.parameters))
+                self._bring_back(self._lent, device)
             self.kept = self._lent = None
             with asking_for("gradients"):
                 return self._differentiate(graph, device, gradients, parameters, sums)
@@ -614,6 +613,17 @@ class Call:
             ]
             of_masters = found[len(graph.inputs) : len(graph.inputs) + len(masters)]
             return inputs, [(m, g) for m, g in zip(masters, of_masters, strict=True) if g is not None]
+
+    def _bring_back(self, lent: LentParameters, device: Device) -> None:
+        """Lets the kept graph have its parameters for the backward."""
+        if lent.place != device.torch_device:
+            raise RuntimeError(
+                f"{self.label}: its graph is on {lent.place}, and its backward has come to {device.name}, for the"
+                " backward of this step takes layers in another order than the reverse of the forward's. Use"
+                " RoundPipeStrategy(recompute='layer')."
+            )
+        with device.running(), asking_for("parameters"):
+            lent.come_back(device.upload(self.parameters))
 
     def _run_again(self, device: Device) -> Graph:
         layer = self.layer
