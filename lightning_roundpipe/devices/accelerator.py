@@ -140,6 +140,10 @@ class AcceleratorDevice(Device):
     def begin_gradients(self) -> None:
         self._wait_for(self._gradients_before)
 
+    def compute_after(self, event: Event) -> None:
+        """What it is given from now on comes after the event: something that is changed by it is read before, say."""
+        self._wait_for(event)
+
     def _wait_for(self, event: Event) -> None:
         """Computing goes on after the event."""
         self._stopwatch.leave_out(partial(self._compute.wait_event, event))

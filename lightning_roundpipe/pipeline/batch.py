@@ -75,6 +75,8 @@ class Microbatch:
         self.norm_statistics: list[NormStatistics] = []
         self.found: list[tuple[Call, list[tuple[Tensor, Tensor]]]] = []
         """Gradients that wait for those of W actions, so that all are added in order."""
+        self.parts_of_gradients: list[tuple[Tensor, Tensor, int]] = []
+        """Parameters that several calls use on devices, what counts the changes of each gradient, and their number."""
         self.calls_left: dict[Unit, int] = {}
         self.uses: dict[Unit, int] = {}
         """How many calls each unit gets gradients from, or -1 where it may get some from elsewhere."""
@@ -103,6 +105,7 @@ class Microbatch:
         self.calls = []
         self.units_counted = {}
         self.found = []
+        self.parts_of_gradients = []
         self.stand_ins = {}
         self.mode = None
 

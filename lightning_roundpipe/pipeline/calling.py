@@ -1,6 +1,6 @@
 """Layer calls: what happens when a microbatch comes to a layer, and when autograd comes back to it."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Container, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from lightning_roundpipe.devices import AcceleratorDevice, Device
+from lightning_roundpipe.devices.base import arrival
 from lightning_roundpipe.pipeline.arguments import Structure
 from lightning_roundpipe.pipeline.attributes import ModuleAttributes
 from lightning_roundpipe.pipeline.batch import Microbatch, present
@@ -25,6 +26,7 @@ from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, 
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.watching import put_for
 from lightning_roundpipe.state.parameters import ParameterStore
+from lightning_roundpipe.state.sharing import is_held
 
 
 class LayerCalls(CallOwner):
@@ -228,9 +230,10 @@ class LayerCalls(CallOwner):
             self._footprints.end_backward(microbatch, call, device, found)
             count_gradients(device, microbatch, found)
             self._store.note_upload(call.layer, device)
+            found = self._collector.lasting(microbatch, call, found)
             if isinstance(device, AcceleratorDevice):
                 done = microbatch.frozen if sums is None else microbatch.frozen | sums.taken
-                found = [(p, device.bring_down(gradient)) for p, gradient in found if id(p) not in done]
+                found = _brought_down(device, found, done)
             self._collector.take(microbatch, call, found)
             place = self._handover.request()
             if device.is_host:
@@ -302,6 +305,26 @@ class LayerCalls(CallOwner):
                     " RoundPipeStrategy(background_step=False)."
                 )
         call.reached = []
+
+
+def _brought_down(
+    device: AcceleratorDevice, found: list[tuple[Tensor, Tensor]], done: Container[int]
+) -> list[tuple[Tensor, Tensor]]:
+    """The (parameter, gradient) pairs in host memory, but for parameters that are done with, by id. Empties the list.
+
+    What others hold may be changed in place: before that is computed, it must have come down.
+    """
+    down = []
+    found.reverse()
+    while found:
+        parameter, gradient = found.pop()
+        if id(parameter) in done:
+            continue
+        on_host = device.bring_down(gradient)
+        down.append((parameter, on_host))
+        if (event := arrival(on_host)) is not None and is_held(gradient):
+            device.compute_after(event)
+    return down
 
 
 def _stage(microbatch: Microbatch, call: Hashable) -> Hashable:

@@ -11,7 +11,7 @@ from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.device_sums import DeviceSums
 from lightning_roundpipe.pipeline.replica import Layer
-from lightning_roundpipe.pipeline.tape import Call, reached_by
+from lightning_roundpipe.pipeline.tape import Call, _version_of, reached_by
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 
@@ -98,6 +98,32 @@ class Collector:
             partial(batch.gradients.add_on_device, call.position, device),
         )
 
+    def lasting(
+        self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """The (parameter, gradient) pairs of a call's backward, with copies of gradients in host memory that wait for
+        something before they are added up: hooks may hold them, and change them in place meanwhile. In autograd this
+        changes one that waits for the parameter's other uses. On a device, whose gradients come down, it is an error.
+        """
+        batch, left, uses = microbatch.batch, microbatch.calls_left, microbatch.uses
+        units = microbatch.units_counted[call]
+        alone = [unit for unit in units if uses.get(unit, -1) <= 1]
+        waiting = {
+            unit
+            for unit in alone
+            if batch.deferring or left.get(unit, -1) != 1 or not batch.gradients.adds_at_once(microbatch.index, unit)
+        }
+        if not waiting and len(alone) == len(units):
+            return found
+        lasting = []
+        for parameter, gradient in found:
+            unit = self._store.unit_of(parameter)  # type: ignore[arg-type]
+            on_host = gradient.device.type == "cpu"
+            if not on_host and unit not in alone and left.get(unit, -1) != 1:
+                microbatch.parts_of_gradients.append((parameter, _version_of(gradient), gradient._version))
+            lasting.append((parameter, gradient.clone() if on_host and unit in waiting else gradient))
+        return lasting
+
     def take(self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]) -> None:
         """Takes the (parameter, gradient) pairs of a call's backward."""
         batch = microbatch.batch
@@ -115,7 +141,18 @@ class Collector:
                     self._finish(microbatch, unit)
 
     def end(self, microbatch: Microbatch) -> None:
-        """After the backward, and after the microbatch's W actions: nothing more comes."""
+        """After the backward, and after the microbatch's W actions: nothing more comes.
+
+        Raises:
+            RuntimeError: When a gradient was changed in place that would have gone on to other uses' sum so.
+        """
+        for parameter, counter, version in microbatch.parts_of_gradients:
+            if counter._version != version:
+                raise RuntimeError(
+                    f"The gradient of the parameter {self._store.name(parameter)!r}, which several layer calls use, was"  # type: ignore[arg-type]
+                    " changed in place by a hook after one of them, before those of the others were added. A hook on a"
+                    " gradient should return a new tensor (gradient * 2 instead of gradient.mul_(2))."
+                )
         for call, found in microbatch.found:
             self._add(microbatch, [*found, *call.deferred_gradients])
         for parameter, leaf in microbatch.stand_ins.values():
@@ -143,7 +180,7 @@ class Collector:
         if microbatch is None:
             if self._own is None or threading.get_ident() != self._main_thread:
                 return False
-            self._own.append((parameter, gradient))
+            self._own.append((parameter, gradient.clone()))  # hooks may change it in place
             return True
         if not microbatch.in_backward:
             raise RuntimeError(
@@ -153,7 +190,7 @@ class Collector:
         self._note_use_past_us(microbatch, parameter)
         if id(parameter) in microbatch.frozen:
             return True
-        gradients = microbatch.batch.gradients
+        gradients, gradient = microbatch.batch.gradients, gradient.clone()  # hooks may change it in place
         if microbatch.in_graph_task() and not parameter._backward_hooks:
             gradients.add(microbatch.index, parameter, gradient)  # autograd adds up the uses within one graph
         else:

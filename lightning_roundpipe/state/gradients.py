@@ -16,17 +16,12 @@ from lightning_roundpipe.devices import AcceleratorDevice, Event, arrived
 from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.pipeline.turnstile import Monitor
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
+from lightning_roundpipe.state.sharing import is_held, is_shared
 
 
 def add(first: Tensor, second: Tensor) -> Tensor:
     """The sum of two gradients, each of which may be sparse: torch adds a sparse one to a dense one only."""
     return second + first if first.is_sparse else first + second
-
-
-def _is_shared(tensor: Tensor) -> bool:
-    """Whether there are other tensors with the same memory."""
-    uses, of_one = (torch._C._storage_Use_Count(x.untyped_storage()._cdata) for x in (tensor, torch.empty(0)))
-    return uses > of_one
 
 
 @dataclass(slots=True)
@@ -102,6 +97,11 @@ class _Sum:
             return
         memory = self.gradients[index] = self._memory.take(self.unit.parameters[index], gradient.dtype)
         self._arrivals[index] = device.bring_gradient_down(gradient, memory)
+
+    def let_arrive_before_computing(self, index: int, device: AcceleratorDevice) -> None:
+        """What the device is given from now on comes after the sum has come down."""
+        if (event := self._arrivals.get(index)) is not None:
+            device.compute_after(event)
 
     def wait_arrival(self, index: int) -> None:
         """Before the host reads the sum: waits until it is there."""
@@ -235,7 +235,7 @@ class Gradients:
     def give_back(self, taken: Iterable[Tensor]) -> None:
         """Lets memory be used again, but for what the optimizer has kept, as its state, say."""
         for memory in taken:
-            if not _is_shared(memory):
+            if not is_shared(memory):
                 self.memory.give_back(memory)
 
     def adopt(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -330,6 +330,11 @@ class BatchGradients:
         """Whether the microbatch can add nothing more to the unit. Called by the microbatch's thread only."""
         return microbatch in self._finished[unit.index]
 
+    def adds_at_once(self, microbatch: int, unit: Unit) -> bool:
+        """Whether nothing is before the microbatch, which has not finished the unit: what it finishes is added up while
+        it waits."""
+        return self._next[unit.index] == microbatch
+
     def finish(self, microbatch: int, unit: Unit) -> None:
         """Tells that the microbatch has nothing more to add to the unit."""
         number = unit.index
@@ -364,6 +369,8 @@ class BatchGradients:
                 gradient, device = self._on_devices[number].pop(place)
                 with device.running():
                     sum_.bring_down(place[1], gradient, device)
+                if self._microbatches == 1 and is_held(gradient):  # and so may be changed in place
+                    sum_.let_arrive_before_computing(place[1], device)
             if self._rounds:
                 self._gradients.round(unit)
         with monitor.lock:
@@ -442,6 +449,10 @@ class PartGradients:
     def has_finished(self, part: int, unit: Unit) -> bool:
         """As :meth:`BatchGradients.has_finished`."""
         return part in self._finished[unit.index]
+
+    def adds_at_once(self, part: int, unit: Unit) -> bool:
+        """As :meth:`BatchGradients.adds_at_once`: the batch adds them up at its end."""
+        return False
 
     def finish(self, part: int, unit: Unit) -> None:
         """As :meth:`BatchGradients.finish`."""
