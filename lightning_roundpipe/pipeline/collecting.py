@@ -14,6 +14,7 @@ from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.tape import Call, _version_of, reached_by
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
+from lightning_roundpipe.state.sharing import is_held
 
 
 class Collector:
@@ -102,8 +103,9 @@ class Collector:
         self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]
     ) -> list[tuple[Tensor, Tensor]]:
         """The (parameter, gradient) pairs of a call's backward, with copies of gradients in host memory that wait for
-        something before they are added up: hooks may hold them, and change them in place meanwhile. In autograd this
+        something before they are added up, if hooks may hold them, and change them in place meanwhile. In autograd this
         changes one that waits for the parameter's other uses. On a device, whose gradients come down, it is an error.
+        Empties the list, so that nobody is left who holds a gradient but those.
         """
         batch, left, uses = microbatch.batch, microbatch.calls_left, microbatch.uses
         units = microbatch.units_counted[call]
@@ -116,12 +118,16 @@ class Collector:
         if not waiting and len(alone) == len(units):
             return found
         lasting = []
-        for parameter, gradient in found:
+        found.reverse()
+        while found:
+            parameter, gradient = found.pop()
             unit = self._store.unit_of(parameter)  # type: ignore[arg-type]
             on_host = gradient.device.type == "cpu"
             if not on_host and unit not in alone and left.get(unit, -1) != 1:
                 microbatch.parts_of_gradients.append((parameter, _version_of(gradient), gradient._version))
-            lasting.append((parameter, gradient.clone() if on_host and unit in waiting else gradient))
+            if on_host and unit in waiting and is_held(gradient):
+                gradient = gradient.clone()
+            lasting.append((parameter, gradient))
         return lasting
 
     def take(self, microbatch: Microbatch, call: Call, found: list[tuple[Tensor, Tensor]]) -> None:
