@@ -51,7 +51,7 @@ class Structure:
         """Takes a tree apart.
 
         Args:
-            tree: Any object.
+            tree: Any object. A tuple stands for its items, which is what calls have: it needs no node.
             known: Containers (by id) that are not taken apart but stand for the object given here.
         """
         self.leaves: list[Any] = []
@@ -59,7 +59,8 @@ class Structure:
         self._seen: dict[int, _Node] = {}
         self._tensors: dict[int, int] = {}
         self._known = known or {}
-        self._root = self._take(tree)
+        self._root: _Node | int | list[_Node | int]
+        self._root = [self._take(item) for item in tree] if type(tree) is tuple else self._take(tree)
 
     def _take(self, item: Any) -> _Node | int:
         kind = type(item)
@@ -101,12 +102,16 @@ class Structure:
     def build(self, leaves: Sequence[Any]) -> tuple[Any, "Built"]:
         """Puts the tree together with other leaves. Returns it and the containers that were made for it."""
         made: dict[int, Any] = {}
-        tree = _build(self._root, leaves, made)
-        return tree, Built(self._nodes, made)
+        return self._tree(leaves, made), Built(self._nodes, made)
 
     def tree(self, leaves: Sequence[Any]) -> Any:
         """The tree alone."""
-        return _build(self._root, leaves, {})
+        return self._tree(leaves, {})
+
+    def _tree(self, leaves: Sequence[Any], made: dict[int, Any]) -> Any:
+        if isinstance(self._root, list):
+            return tuple([_build(part, leaves, made) for part in self._root])
+        return _build(self._root, leaves, made)
 
     def forget(self) -> None:
         """Lets go of the containers that were taken apart, and so of what they hold. Others of their kind can still be

@@ -249,7 +249,7 @@ class LayerCalls(CallOwner):
         batch = microbatch.batch
         state = layer.attributes()
         attributes = [state.dicts[i][key] for i, key in state.inputs]
-        arguments = Structure((args, tuple(kwargs.values()), *attributes))
+        arguments = Structure((*args, *kwargs.values(), *attributes))
         arguments.leaves = [microbatch.outside.replace(leaf) for leaf in arguments.leaves]
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         grad = grad and (

@@ -369,27 +369,35 @@ def same_items(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 class Items:
-    """What some dicts hold at one moment, to be compared with later ones: all at once, which is the fastest way."""
+    """What some dicts hold at one moment, to be compared with later ones: all at once, which is the fastest way.
 
-    __slots__ = ("_keys", "_sizes", "_values")
+    Attributes:
+        values: Those of all dicts, in order. To be replaced where others are put into the dicts under the same keys.
+    """
+
+    __slots__ = ("_keys", "_sizes", "values")
 
     def __init__(self, dicts: Sequence[Mapping[str, Any]]) -> None:
         self._sizes = list(map(len, dicts))
         self._keys = list(chain.from_iterable(dicts))
-        self._values = list(chain.from_iterable(map(_values_of, dicts)))
+        self.values: list[Any] = list(chain.from_iterable(map(_values_of, dicts)))
 
     def same(self, dicts: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these hold the same objects under the same keys, in the same order."""
         return (
             list(map(len, dicts)) == self._sizes
-            and all(map(operator.is_, chain.from_iterable(map(_values_of, dicts)), self._values))
+            and all(map(operator.is_, chain.from_iterable(map(_values_of, dicts)), self.values))
             and list(chain.from_iterable(dicts)) == self._keys
         )
 
     def dicts(self) -> list[dict[str, Any]]:
         """The dicts as they were."""
-        items = zip(self._keys, self._values, strict=True)
+        items = zip(self._keys, self.values, strict=True)
         return [dict(islice(items, size)) for size in self._sizes]
+
+    def places(self, key: str) -> list[int]:
+        """Where the values of a key are."""
+        return [place for place, present in enumerate(self._keys) if present == key]
 
 
 _values_of = operator.methodcaller("values")
@@ -435,13 +443,18 @@ class Replica:
         ]
         self._submodules_at_first = Items(self._submodules)
         self._parameters: list[dict[str, Any]] = [{} for _ in self.shells]
+        for i, key, _ in layer.parameter_slots:
+            self._parameters[i][key] = None
         self._parameters_at_first = Items(self._parameters)
         self._masters: dict[int, Any] = {id(s): m for s, m in zip(self.shells, layer.modules, strict=True)}
-        self._tensors: dict[int, nn.Parameter] = {}
-        """The layer's own, for the parameters that it runs with, by id."""
+        self._runs_with: Sequence[Tensor] = ()
+        """What stands for the layer's own parameters."""
         self._made: dict[int, Any] = {}
         """Functions of the layer's attributes, by id, bound to the shells."""
         self._original = Items(())
+        """The shells' attributes when a call begins."""
+        self._buffer_places: list[int] = []
+        """Where among them the buffers are."""
         self._state: AttributeState | None = None
         """What is loaded, if another call can begin with it."""
         self._code: CompiledKind | None = None
@@ -481,13 +494,15 @@ class Replica:
         self._code = code
         norms = layer.norms(training=True) if merge_norm_statistics else _NONE
         special = bool(copies or holding or norms) or self._is_special(state)
-        if special or state is not self._state:
+        is_loaded = not special and state is self._state
+        if not is_loaded:
             self._load_attributes(state)
         self._state = None if special else state
         for present, its_buffers in zip([shell.__dict__ for shell in self.shells], buffers, strict=True):
             present["_buffers"] = its_buffers
-        for i, key, index in layer.parameter_slots:
-            self._parameters[i][key] = None if index is None else parameters[index]
+        values = [None if index is None else parameters[index] for _, _, index in layer.parameter_slots]
+        for (i, key, _), parameter in zip(layer.parameter_slots, values, strict=True):
+            self._parameters[i][key] = parameter
         for (i, key), value in copies.items():
             self.shells[i].__dict__[key] = value
         for (i, key), tensor in zip(state.inputs, inputs, strict=True):
@@ -501,9 +516,14 @@ class Replica:
         if holding:
             self._holding = [self.shells[i].__dict__[key] for i, key in holding]
             self._held = {id(tensor) for value in self._holding for tensor in gradients_in(value)}
-        self._original = Items([shell.__dict__ for shell in self.shells])
-        self._parameters_at_first = Items(self._parameters)
-        self._tensors = {id(tensor): layer.parameters[i] for i, tensor in enumerate(parameters)}
+        if is_loaded:
+            for place, its_buffers in zip(self._buffer_places, buffers, strict=True):
+                self._original.values[place] = its_buffers
+        else:
+            self._original = Items([shell.__dict__ for shell in self.shells])
+            self._buffer_places = self._original.places("_buffers")
+        self._parameters_at_first.values = values
+        self._runs_with = parameters
         self._references = self._count_references()
 
     def _is_special(self, state: AttributeState) -> bool:
@@ -547,18 +567,18 @@ class Replica:
         """Drops what belongs to the call: a shell in waiting keeps no tensors alive."""
         if self._state is None or not self._original.same([shell.__dict__ for shell in self.shells]):
             self._state = None
+            self._original = Items(())
             for shell in self.shells:
                 object.__setattr__(shell, "__dict__", {})
         elif self.layer.has_buffers:
-            for shell in self.shells:
-                shell.__dict__["_buffers"] = {}
+            for shell, place in zip(self.shells, self._buffer_places, strict=True):
+                shell.__dict__["_buffers"] = self._original.values[place] = {}
         for parameters in self._parameters:
             parameters.clear()
-        self._original = Items(())
-        self._parameters_at_first = Items(())
+        self._parameters_at_first.values = []
+        self._runs_with = ()
         self._holding = []
         self._held = set()
-        self._tensors = {}
         self._made = {}
         self._references = self._references_at_first
         self.hook_calls = []
@@ -576,9 +596,9 @@ class Replica:
 
     def _has_all_parameters(self) -> bool:
         """Whether the parameters are all there: the call may have put them in another order."""
-        parameters = [shell.__dict__["_parameters"] for shell in self.shells]
+        parameters, known = [shell.__dict__["_parameters"] for shell in self.shells], set(map(id, self._runs_with))
         return sum(map(len, parameters)) == len(self.layer.parameter_slots) and all(
-            parameter is None or id(parameter) in self._tensors for items in parameters for parameter in items.values()
+            parameter is None or id(parameter) in known for items in parameters for parameter in items.values()
         )
 
     def attribute_changes(self) -> list[tuple[int, str, Any]]:
@@ -669,7 +689,8 @@ class Replica:
         if isinstance(value, nn.Module):
             return self._masters.get(id(value), value)
         if isinstance(value, Tensor):
-            return self._tensors.get(id(value), value)
+            own = (master for master, x in zip(self.layer.parameters, self._runs_with, strict=True) if x is value)
+            return next(own, value)
         if isinstance(value, weakref.ref):
             target = value()
             return value if target is None else weakref.ref(self._outside(target))

@@ -6,7 +6,8 @@ run's. If one differs, as where the layer looks at something more the second tim
 """
 
 import ctypes
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -117,21 +118,27 @@ class Graph:
 Mark = tuple[torch.dtype, torch.Size, int, int]
 """What tells a tensor: its type, its shape, and the bits of two of its values."""
 
-_BITS = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
+_UNSIGNED = {1: ctypes.c_uint8, 2: ctypes.c_uint16, 4: ctypes.c_uint32, 8: ctypes.c_uint64}
+
+
+@functools.cache
+def _reader(dtype: torch.dtype) -> tuple[int, Callable[[int], Any]] | None:
+    """The bytes of one value, and what reads its bits at an address."""
+    bits = _UNSIGNED.get(dtype.itemsize)
+    return None if bits is None else (dtype.itemsize, bits.from_address)
 
 
 @skip
 def _mark(tensor: Tensor) -> Mark:
     """Reads the values from memory: as tensors they would take longer than all the rest."""
-    first = middle = 0
-    bits = _BITS.get(tensor.element_size())
-    if bits is not None and type(tensor) is Tensor and tensor.layout is torch.strided and (count := tensor.numel()):
-        address = tensor.data_ptr()
-        if address and tensor.device.type == "cpu":
-            first = bits.from_address(address).value
+    dtype, first, middle = tensor.dtype, 0, 0
+    if type(tensor) is Tensor and tensor.is_cpu and tensor.layout is torch.strided and (reader := _reader(dtype)):
+        size, read = reader
+        if (count := tensor.numel()) and (address := tensor.data_ptr()):
+            first = read(address).value
             if tensor.is_contiguous():
-                middle = bits.from_address(address + count // 2 * tensor.element_size()).value
-    return tensor.dtype, tensor.shape, first, middle
+                middle = read(address + count // 2 * size).value
+    return dtype, tensor.shape, first, middle
 
 
 def _words(mark: Mark) -> str:

@@ -414,15 +414,15 @@ class Call:
                 f"{self.label}: the layer adds, removes or replaces modules or parameters of its own in its forward. Do"
                 " it before fit, or keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
             )
-        for master, leaf, (dtype, shape) in zip(
-            self.layer.parameters, self.parameters, self._parameter_kinds, strict=True
-        ):
-            if leaf.dtype != dtype or leaf.shape != shape:
-                raise RecomputeError(
-                    f"{self.label}: the layer changes type or shape of a parameter ({tuple(master.shape)},"
-                    f" {master.dtype}) in its forward. Do it before fit, or keep the layer out of the pipeline with"
-                    " RoundPipeStrategy(layers=...)."
-                )
+        kinds = [(leaf.dtype, leaf.shape) for leaf in self.parameters]
+        if kinds != self._parameter_kinds:
+            changed = [now != before for now, before in zip(kinds, self._parameter_kinds, strict=True)]
+            master = self.layer.parameters[changed.index(True)]
+            raise RecomputeError(
+                f"{self.label}: the layer changes type or shape of a parameter ({tuple(master.shape)},"
+                f" {master.dtype}) in its forward. Do it before fit, or keep the layer out of the pipeline with"
+                " RoundPipeStrategy(layers=...)."
+            )
 
     def _save_inputs(self, device: Device, leaves: Sequence[Any], mode: str) -> None:
         if mode != Mode.DROP:
@@ -775,12 +775,15 @@ class Call:
             inputs = [device.to_device(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             if mode != Mode.PLAIN:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
-                inputs = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in inputs]
-                if self.gradient_inputs:
-                    entered = _enter_call(self.label, _LEAF, *(inputs[i] for i in self.gradient_inputs))
-                    edges = _edges(entered, lasting=mode in (Mode.KEEP, Mode.LEND) or self._missing is not None)
-                    for i, tensor in zip(self.gradient_inputs, entered, strict=True):
-                        inputs[i] = tensor
+                entered: dict[int, Tensor] = {}
+                if numbers := self.gradient_inputs:
+                    tensors = _enter_call(self.label, [inputs[i] for i in numbers], _LEAF)
+                    edges = _edges(tensors, lasting=mode in (Mode.KEEP, Mode.LEND) or self._missing is not None)
+                    entered = dict(zip(numbers, tensors, strict=True))
+                inputs = [
+                    entered[i] if i in entered else leaf.detach() if isinstance(leaf, Tensor) else leaf
+                    for i, leaf in enumerate(inputs)
+                ]
             if mode != Mode.PLAIN or not device.is_host:
                 versions = [
                     (i, leaf._version)
@@ -789,7 +792,10 @@ class Call:
                 ]
             if not first:
                 self._put_random_state(device)
-            (args, values, *attributes), built = self.arguments.build(inputs)
+            given, built = self.arguments.build(inputs)
+            end = len(given) - len(self.state.inputs)
+            start = end - len(self.names)
+            args, named, attributes = given[:start], given[start:end], given[end:]
             copies = {} if first else self._copies
             there = OnDevice(device, self.parameters, buffers, self.state, copies, self._lent)
             if not device.is_host:
@@ -810,7 +816,7 @@ class Call:
             )
             _thread.runs_again, _thread.in_layer = not first, True
             try:
-                output = replica.forward(*args, **dict(zip(self.names, values, strict=True)))
+                output = replica.forward(*args, **dict(zip(self.names, named, strict=True)))
             finally:
                 _thread.runs_again = _thread.in_layer = False
             if first:
@@ -920,9 +926,9 @@ class _EnterCall(torch.autograd.Function):
     """The same for a layer call, whose backward ends there: what comes further has left the layer unnoticed."""
 
     @staticmethod
-    def forward(ctx: Any, label: str, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, label: str, inputs: list[Tensor], token: Tensor) -> tuple[Tensor, ...]:
         ctx.label = label
-        return tuple(tensor.detach() for tensor in inputs)
+        return tuple([tensor.detach() for tensor in inputs])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
