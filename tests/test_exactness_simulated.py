@@ -163,12 +163,11 @@ def test_autocast_lets_weights_travel_in_half_precision(devices: int) -> None:
     copied = []
     for precision in ("32-true", "bf16-mixed"):
         hardware = [SimulatedDevice(index) for index in range(devices)]
-        strategy = RoundPipeStrategy(microbatches=2, split="step", devices=hardware)
+        # The stages are the same in each run: none is fused.
+        strategy = RoundPipeStrategy(microbatches=2, split="step", devices=hardware, schedule="gpipe")
         fit(MLP(width=256), batches_of(vectors, 5, 2, torch.float32), strategy, precision=precision)
         copied.append(sum(device.up.nbytes for device in hardware))
-    assert (
-        copied[1] < 0.9 * copied[0]
-    )  # not those of the first batch, nor those of layers that are not recomputed there
+    assert copied[1] < 0.9 * copied[0]  # not those of the first batch
 
 
 @pytest.mark.parametrize("devices", [1, 2, 4])

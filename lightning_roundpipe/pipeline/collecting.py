@@ -11,7 +11,7 @@ from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.device_sums import DeviceSums
 from lightning_roundpipe.pipeline.replica import Layer
-from lightning_roundpipe.pipeline.tape import Call, _version_of, reached_by
+from lightning_roundpipe.pipeline.tape import Call, reached_by, version_of
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
 from lightning_roundpipe.state.sharing import is_held
@@ -124,7 +124,7 @@ class Collector:
             unit = self._store.unit_of(parameter)  # type: ignore[arg-type]
             on_host = gradient.device.type == "cpu"
             if not on_host and unit not in alone and left.get(unit, -1) != 1:
-                microbatch.parts_of_gradients.append((parameter, _version_of(gradient), gradient._version))
+                microbatch.parts_of_gradients.append((parameter, version_of(gradient), gradient._version))
             if on_host and unit in waiting and is_held(gradient):
                 gradient = gradient.clone()
             lasting.append((parameter, gradient))

@@ -381,7 +381,7 @@ class Call:
                 sharing.setdefault(memory, {})[id(tensor)] = tensor
         of_call = {id(output) for output in outputs}
         self._aliases = [
-            (_version_of(tensor), tensor._version)
+            (version_of(tensor), tensor._version)
             for tensors in sharing.values()
             if len(tensors) > 1 and not of_call.isdisjoint(tensors)
             for tensor in tensors.values()
@@ -436,7 +436,7 @@ class Call:
             kept = device.keep_input(detached, copy=copy, stays=self.stays)
             self._saved.append(kept)
             if not leaf.is_inference() and (self.is_new or not copy):
-                counter = detached if device.is_host else _version_of(detached)
+                counter = detached if device.is_host else version_of(detached)
                 self._versions.append((i, counter, leaf._version))
 
     def _at_hand(self, device: Device, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -972,7 +972,7 @@ def _memory(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() or None
 
 
-def _version_of(tensor: Tensor) -> Tensor:
+def version_of(tensor: Tensor) -> Tensor:
     """Counts the changes of a tensor without keeping its memory."""
     counter = tensor.detach()
     counter.data = counter.new_empty(0)
