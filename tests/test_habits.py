@@ -1009,6 +1009,36 @@ class Lazy(Habit):
         super().__init__(lambda: nn.LazyLinear(WIDTH))
 
 
+class ChangedUnderHooks(Habit):
+    """What a layer of a kept graph has saved is changed in place, under hooks of the step: there autograd does not
+    look."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(linear(), nn.Sigmoid()))
+
+    def output(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda saved: saved):
+            for layer in self.net:
+                x = layer(x)
+                x *= 1.5
+        return x
+
+
+class ChangedInCheckpoint(ChangedUnderHooks):
+    def output(self, x: Tensor) -> Tensor:
+        for layer in self.net:
+            x = checkpoint(lambda x, layer=layer: layer(x).mul_(1.5), x, use_reentrant=False)
+        return x
+
+
+@pytest.mark.parametrize("recompute", ["layer", "none"])
+@pytest.mark.parametrize("kind", [ChangedUnderHooks, ChangedInCheckpoint], ids=lambda kind: kind.__name__)
+def test_a_kept_graph_under_hooks_of_the_step(kind: type[Habit], recompute: str) -> None:
+    with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+        trained(kind, 2, recompute=recompute)
+    assert any("layer 'net." in note and "out of place" in note for note in caught.value.__notes__)
+
+
 def test_lazy_layers_are_refused() -> None:
     with pytest.raises(MisconfigurationException, match=r"Lazy has lazy layers .* Call the model once on an example"):
         trained(Lazy, 1)

@@ -87,13 +87,29 @@ class MissingTensors:
         if found is None:
             raise RuntimeError(self._refusal)
         self._tensors[number] = None
-        tensor, version = found
-        if tensor._version != version:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation:"
-                f" {_words(_mark(tensor))} is at version {tensor._version}; expected version {version}"
-            )
-        return tensor
+        return _if_unchanged(found)
+
+
+def saving_all() -> AbstractContextManager[Any]:
+    """Lets autograd save what it would, whatever hooks are in force. Where there are any, it does not look itself
+    whether something was changed in place meanwhile."""
+    return torch.autograd.graph.saved_tensors_hooks(_with_version, _if_unchanged)
+
+
+@skip
+def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+@skip
+def _if_unchanged(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation:"
+            f" {_words(_mark(tensor))} is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
 
 
 class Graph:

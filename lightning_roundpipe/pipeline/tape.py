@@ -30,7 +30,7 @@ from lightning_roundpipe.pipeline.mixed import CastWatch
 from lightning_roundpipe.pipeline.on_device import OnDevice
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
-from lightning_roundpipe.pipeline.saved import Complete, Graph, MissingTensors
+from lightning_roundpipe.pipeline.saved import Complete, Graph, MissingTensors, saving_all
 from lightning_roundpipe.pipeline.watching import contents_of_function, copy_of, gradients_in, same
 from lightning_roundpipe.pipeline.weight_gradients import DeferredWeights
 
@@ -853,7 +853,7 @@ class Call:
             return self._lent.saving()
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             # The caller's hooks (a checkpoint around the layer) are for the caller's own graph.
-            return torch.autograd.graph.saved_tensors_hooks(_unchanged, _unchanged)
+            return saving_all()
         return _NOTHING
 
     def _put_random_state(self, device: Device) -> None:
@@ -989,10 +989,6 @@ def _put_in_history(tensor: Tensor, changed: Tensor) -> None:
 def _share_memory(tensors: Iterable[Tensor]) -> bool:
     memories = [memory for tensor in tensors if (memory := _memory(tensor)) is not None]
     return len(set(memories)) < len(memories)
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def saving_nothing(label: str) -> AbstractContextManager[Any]:
