@@ -7,7 +7,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_roundpipe.microbatch import UnsplittableBatchError
 from lightning_roundpipe.monitor import PipelineMonitor
-from lightning_roundpipe.pipeline.tape import RecomputeError
+from lightning_roundpipe.pipeline.escapes import RecomputeError
 from lightning_roundpipe.strategy import RoundPipeStrategy
 from lightning_roundpipe.timeline import Timeline
 from lightning_roundpipe.verification import Verification

@@ -31,10 +31,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
+from lightning_roundpipe.pipeline.escapes import RecomputeError
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.runtime import Pipeline
-from lightning_roundpipe.pipeline.tape import RecomputeError
 from lightning_roundpipe.splitting import comparable, count_labels, undone
 from lightning_roundpipe.strategy import RoundPipeStrategy, loss_in
 from lightning_roundpipe.trees import map_tree

@@ -16,8 +16,8 @@ from torch._dynamo.utils import counters
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.pipeline.compiling import compile_settings
+from lightning_roundpipe.pipeline.escapes import saving_nothing
 from lightning_roundpipe.pipeline.replica import Layer, Replica, share_compiled_code
-from lightning_roundpipe.pipeline.tape import saving_nothing
 
 BACKEND = {"backend": "aot_eager"}
 

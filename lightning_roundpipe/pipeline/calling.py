@@ -18,10 +18,12 @@ from lightning_roundpipe.pipeline.footprints import Footprints
 from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.hooks import run_and_check_hooks, run_hooks
 from lightning_roundpipe.pipeline.interception import handling_no_calls, in_checkpoint
+from lightning_roundpipe.pipeline.nodes import CallOwner
 from lightning_roundpipe.pipeline.recording import FOR_STEP
 from lightning_roundpipe.pipeline.replica import Layer
+from lightning_roundpipe.pipeline.runs import Escaped, Mode, Run
 from lightning_roundpipe.pipeline.stand_ins import StandIns
-from lightning_roundpipe.pipeline.tape import Call, CallOwner, Escaped, Mode, Run
+from lightning_roundpipe.pipeline.tape import Call
 from lightning_roundpipe.pipeline.traffic import count_backward, count_forward, count_gradients
 from lightning_roundpipe.pipeline.turns import Turns
 from lightning_roundpipe.pipeline.watching import put_for

@@ -10,11 +10,12 @@ from lightning_roundpipe.devices import AcceleratorDevice, Device
 from lightning_roundpipe.pipeline.batch import Microbatch, present
 from lightning_roundpipe.pipeline.catching import GradientCatcher
 from lightning_roundpipe.pipeline.device_sums import DeviceSums
+from lightning_roundpipe.pipeline.nodes import reached_by
 from lightning_roundpipe.pipeline.replica import Layer
-from lightning_roundpipe.pipeline.tape import Call, reached_by, version_of
+from lightning_roundpipe.pipeline.tape import Call
 from lightning_roundpipe.state.gradients import BatchGradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
-from lightning_roundpipe.state.sharing import is_held
+from lightning_roundpipe.state.sharing import is_held, version_of
 
 
 class Collector:

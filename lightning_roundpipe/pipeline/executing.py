@@ -15,7 +15,8 @@ from lightning_roundpipe.pipeline.handover import Handover
 from lightning_roundpipe.pipeline.measuring import Measured
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, noting_sets, seed_all
-from lightning_roundpipe.pipeline.tape import Call, Run
+from lightning_roundpipe.pipeline.runs import Run
+from lightning_roundpipe.pipeline.tape import Call
 
 
 class Executor:

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_roundpipe.pipeline.autocast import AutocastState
 from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 from lightning_roundpipe.pipeline.call_split import CallSplit, offsets
-from lightning_roundpipe.pipeline.tape import AutocastState, Enter
+from lightning_roundpipe.pipeline.nodes import Enter
 from lightning_roundpipe.pipeline.turns import Lines
 from lightning_roundpipe.state.gradients import BatchGradients, PartGradients
 from lightning_roundpipe.trees import Rebuild, flatten

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_roundpipe.pipeline.replica import AttributeState, Layer
-from lightning_roundpipe.pipeline.tape import Escaped
+from lightning_roundpipe.pipeline.runs import Escaped
 from lightning_roundpipe.pipeline.watching import Key, contents, same
 from lightning_roundpipe.trees import tensors
 

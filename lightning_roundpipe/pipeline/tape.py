@@ -5,34 +5,36 @@ of the calls, with skip connections, shared layers, hooks and several backward p
 """
 
 import contextvars
-import functools
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import GradientEdge, Node, _engine_run_backward, get_gradient_edge
+from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.devices.out_of_memory import asking_for
-from lightning_roundpipe.pipeline.arguments import Built, Structure
+from lightning_roundpipe.pipeline.arguments import Structure
+from lightning_roundpipe.pipeline.autocast import AutocastState
 from lightning_roundpipe.pipeline.compiling import CompiledKind
 from lightning_roundpipe.pipeline.device_sums import DeviceSums
+from lightning_roundpipe.pipeline.escapes import RecomputeError, escape_text, refuse_escapes, saving_nothing
 from lightning_roundpipe.pipeline.fingerprint import Fingerprint
 from lightning_roundpipe.pipeline.lent_parameters import LentParameters
 from lightning_roundpipe.pipeline.mixed import CastWatch
+from lightning_roundpipe.pipeline.nodes import LEAF, CallOwner, call_node, edges_of, enter_call, has_graph, reached_by
 from lightning_roundpipe.pipeline.on_device import OnDevice
-from lightning_roundpipe.pipeline.replica import AttributeState, Layer, NormStatistics, Replica
+from lightning_roundpipe.pipeline.replica import AttributeState, Layer, Replica
 from lightning_roundpipe.pipeline.rng import RandomState, seed_all
+from lightning_roundpipe.pipeline.runs import Escaped, Mode, Run
 from lightning_roundpipe.pipeline.saved import Complete, Graph, MissingTensors, saving_all
 from lightning_roundpipe.pipeline.watching import contents_of_function, copy_of, gradients_in, same
 from lightning_roundpipe.pipeline.weight_gradients import DeferredWeights
+from lightning_roundpipe.state.sharing import memory_of, share_memory, version_of
 
 _thread = threading.local()
 
@@ -45,103 +47,6 @@ def runs_again() -> bool:
 def in_layer() -> bool:
     """Whether this thread is in a layer's code."""
     return getattr(_thread, "in_layer", False)
-
-
-class RecomputeError(RuntimeError):
-    """A layer did not do the same thing when it was run again for the backward pass."""
-
-
-class Mode:
-    """What a run of a layer keeps for autograd."""
-
-    PLAIN = "plain"
-    """Nothing: gradients are disabled, or nothing requires one."""
-    DROP = "drop"
-    """Grad mode is on, so that the code takes the very same way as in the recompute, but nothing is saved."""
-    KEEP = "keep"
-    """The whole graph of the call."""
-    LEND = "lend"
-    """The same on a device with memory of its own, beyond the stage: without the parameters, which come back later."""
-
-
-class Run:
-    """The outcome of running a layer once: everything that came out of it, by return or otherwise, as flat leaves."""
-
-    __slots__ = (
-        "built",
-        "changed",
-        "edges",
-        "held",
-        "hook_calls",
-        "is_plain",
-        "norm_statistics",
-        "parameters",
-        "returned",
-        "structure",
-        "used",
-    )
-
-    def __init__(
-        self,
-        structure: Structure,
-        built: Built,
-        edges: list[GradientEdge],
-        replica: Replica,
-        inputs: Sequence[Any],
-        changed: Collection[int],
-        held: list[Tensor],
-        parameters: Sequence[Tensor],
-        is_plain: bool,
-    ) -> None:
-        self.structure = structure
-        self.built = built
-        self.edges = edges
-        self.changed = changed
-        """The arguments' leaves that the layer changed in place."""
-        numbers = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
-        self.returned = {i: numbers[id(leaf)] for i, leaf in enumerate(structure.leaves) if id(leaf) in numbers}
-        """What came out that is itself one of the arguments' leaves."""
-        self.hook_calls = replica.hook_calls
-        self.held = held
-        """What the run has put into lists or objects of the layer's, for which linked tensors are to be put."""
-        self.norm_statistics: list[NormStatistics] = replica.norm_statistics
-        self.parameters = parameters
-        """The tensors that it has computed with, on its device."""
-        self.is_plain = is_plain
-        """Whether nothing has come out of it but what it returned, and nothing in its graph holds the replica."""
-        self.used: set[int] = set()
-        """The inputs with gradients, by number, that the outputs depend on."""
-
-    def let_go(self, differentiable: Sequence[int]) -> None:
-        """Lets go of all but the values: what is on a device must not outlast its stage there."""
-        self.structure.forget()
-        for i in differentiable:
-            self.leaves[i] = self.leaves[i].detach()
-        self.edges = []
-        self.parameters = ()
-
-    @property
-    def leaves(self) -> list[Any]:
-        return self.structure.leaves
-
-
-class Escaped:
-    """What came out of a call, as the caller sees it."""
-
-    __slots__ = ("argument_changes", "attribute_changes", "held", "hook_calls", "output")
-
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.output, *others = parts
-        self.hook_calls, self.attribute_changes, self.argument_changes, _, self.held = others or [()] * 5
-
-    def ways(self, layer: Layer) -> set[str]:
-        """How tensors came out of the layer besides being returned."""
-        hooked = {type(layer.modules[index]).__name__ for index, *_ in self.hook_calls}
-        attributes = {name for _, name, value in self.attribute_changes if _has_gradient(value)}
-        ways = {f"a forward hook on {kind} inside the layer" for kind in hooked}
-        ways.update(f"the attribute {name!r}, set in its forward" for name in attributes)
-        ways |= {"lists or objects of its own, into which it puts tensors"} if self.held else set()
-        return ways | ({"objects handed to it, into which it writes"} if self.argument_changes else set())
 
 
 class Call:
@@ -257,7 +162,7 @@ class Call:
             self.compiled = layer.compiled_for_call(merge_norm_statistics=self.merge_norm_statistics)
         whole = self.is_new or traits.repeats_whole or self.compiled is not None or traits.compiles
         if mode == Mode.DROP and device.is_host and not whole:
-            self._missing = MissingTensors(_escaped(self.label))
+            self._missing = MissingTensors(escape_text(self.label))
         self._lent = LentParameters(device.torch_device) if mode == Mode.LEND else None
         replica = layer.borrow(watched=self.record and self.compiled is None)
         try:
@@ -276,7 +181,7 @@ class Call:
             layer.give_back(replica)
             raise
         # Nothing requires a gradient, but for parameters of others that the layer turns out to use past its arguments.
-        linked = [leaf for i, leaf in enumerate(run.leaves) if i not in run.returned and _has_graph(leaf)]
+        linked = [leaf for i, leaf in enumerate(run.leaves) if i not in run.returned and has_graph(leaf)]
         reaches_out = mode == Mode.PLAIN and bool(linked)
         if reaches_out and not torch.is_grad_enabled() and any(leaf.grad_fn is not None for leaf in linked):
             layer.give_back(replica)
@@ -328,7 +233,7 @@ class Call:
         """Finds which outputs may have a gradient, and which inputs they depend on. Returns whether there is nothing
         but torch's own operations in between."""
         unchanged = {i for i, argument in run.returned.items() if argument not in run.changed}
-        self.differentiable = [i for i, leaf in enumerate(run.leaves) if i not in unchanged and _has_graph(leaf)]
+        self.differentiable = [i for i, leaf in enumerate(run.leaves) if i not in unchanged and has_graph(leaf)]
         if not self.differentiable:
             return True
         reached = reached_by([run.leaves[i] for i in self.differentiable], run.edges)
@@ -355,7 +260,7 @@ class Call:
         if self.differentiable:
             # What the outputs do not depend on gets no gradient at all, as without us, rather than zeros.
             inputs = [given[i] if n in run.used else given[i].detach() for n, i in enumerate(self.gradient_inputs)]
-            outputs = _call_node(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
+            outputs = call_node(self, owner, [leaves[i] for i in self.differentiable], token, *inputs)
             for i, output in zip(self.differentiable, outputs, strict=True):
                 new[i] = output
         for i, argument in run.returned.items():  # the caller gets its own tensor back, as without us
@@ -373,11 +278,11 @@ class Call:
     def _watch_aliases(self, outputs: Sequence[Tensor], given: Sequence[Any]) -> None:
         """Outputs that share memory with one another or with arguments: autograd knows of it within the call only."""
         tensors = [*outputs, *(leaf for leaf in given if isinstance(leaf, Tensor))]
-        if not _share_memory(tensors):
+        if not share_memory(tensors):
             return
         sharing: dict[int, dict[int, Tensor]] = {}
         for tensor in tensors:
-            if (memory := _memory(tensor)) is not None:
+            if (memory := memory_of(tensor)) is not None:
                 sharing.setdefault(memory, {})[id(tensor)] = tensor
         of_call = {id(output) for output in outputs}
         self._aliases = [
@@ -742,7 +647,7 @@ class Call:
     def check_nothing_escaped(self) -> None:
         """After the whole backward: parameters get their gradients from :meth:`backward` alone."""
         if any(leaf.grad is not None for leaf in self.parameters):
-            raise RecomputeError(_escaped(self.label))
+            raise RecomputeError(escape_text(self.label))
 
     def _find_foreign_parameters(self, run: Run, leaves: Sequence[Tensor], calls: Sequence[Any]) -> None:
         """Parameters of others that the layer reaches by itself show in its graph."""
@@ -777,8 +682,8 @@ class Call:
                 # Nothing that the layer does to its arguments may touch the caller's autograd graph.
                 entered: dict[int, Tensor] = {}
                 if numbers := self.gradient_inputs:
-                    tensors = _enter_call(self.label, [inputs[i] for i in numbers], _LEAF)
-                    edges = _edges(tensors, lasting=mode in (Mode.KEEP, Mode.LEND) or self._missing is not None)
+                    tensors = enter_call(self.label, [inputs[i] for i in numbers], LEAF)
+                    edges = edges_of(tensors, lasting=mode in (Mode.KEEP, Mode.LEND) or self._missing is not None)
                     entered = dict(zip(numbers, tensors, strict=True))
                 inputs = [
                     entered[i] if i in entered else leaf.detach() if isinstance(leaf, Tensor) else leaf
@@ -828,7 +733,7 @@ class Call:
                     versions = []
             hook_calls = [(c.module, c.args, c.kwargs, c.output, c.moment) for c in replica.hook_calls]
             changed = [i for i, version in versions if inputs[i]._version != version]
-            if len(changed) > 1 and _share_memory(inputs[i] for i in changed):
+            if len(changed) > 1 and share_memory(inputs[i] for i in changed):
                 raise RecomputeError(
                     f"{self.label}: the layer changes an argument in place that shares memory with another one (a view"
                     " of it): the other's gradient would be wrong. Pass a copy (tensor.clone()), or keep the layer out"
@@ -866,237 +771,12 @@ class Call:
             device.set_random_state(self.device_random_state)
 
 
-class CallOwner(ABC):
-    """What a call's node asks in the backward pass. Implemented by the runtime."""
-
-    @abstractmethod
-    def call_backward(self, call: Call, gradients: Sequence[Tensor | None], *, parameters: bool) -> list[Tensor | None]:
-        """Runs the backward of a call. Returns the gradients of its inputs."""
-
-
-class _CallNode(torch.autograd.Function):
-    """A call as one node of the caller's graph.
-
-    The token is a leaf that stands for the layer's parameters: it makes the outputs require gradients when no input
-    does, and whether its gradient is wanted tells whether those of the parameters are.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, call: Call, owner: CallOwner, outputs: list[Tensor], token: Tensor, *inputs: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.call = call
-        ctx.owner = owner
-        ctx.set_materialize_grads(False)
-        return tuple(output.detach() for output in outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                f"{ctx.call.label}: create_graph=True (second derivatives) is not supported through layers of the"
-                " pipeline. Keep this layer out of it with RoundPipeStrategy(layers=...), or train with"
-                " strategy='auto'."
-            )
-        token_node, _ = ctx.next_functions[0]
-        wanted = torch._C._will_engine_execute_node(token_node)
-        inputs = ctx.owner.call_backward(ctx.call, gradients, parameters=wanted)
-        return (None, None, None, None, *inputs)
-
-
-class Enter(torch.autograd.Function):
-    """Inputs as they would come from the code before the layer: no leaves, so that they may be changed in place."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.detach() for tensor in inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return (None, *gradients)
-
-
 _NOTHING = nullcontext()
 _NO_STATE = AttributeState([], [], [], [], [], [])
-_LEAF = torch.empty(0, requires_grad=True)
-"""Makes what a call begins with require gradients. It gets none itself."""
-
-
-class _EnterCall(torch.autograd.Function):
-    """The same for a layer call, whose backward ends there: what comes further has left the layer unnoticed."""
-
-    @staticmethod
-    def forward(ctx: Any, label: str, inputs: list[Tensor], token: Tensor) -> tuple[Tensor, ...]:
-        ctx.label = label
-        return tuple([tensor.detach() for tensor in inputs])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        raise RuntimeError(_escaped(ctx.label))
-
-
-# Past Function.apply, which asks at every call whether a functorch transform is at work: layers are called in none.
-_enter_call = super(torch.autograd.Function, _EnterCall).apply
-_call_node = super(torch.autograd.Function, _CallNode).apply
-
-
-def _edges(entered: Sequence[Tensor], *, lasting: bool) -> list[GradientEdge]:
-    """The edges of the tensors that a node written in Python has returned; if lasting, whatever becomes of them."""
-    node = entered[0].grad_fn
-    assert node is not None
-    alive = entered[0].view_as(entered[0]).grad_fn if lasting else None  # in C++, a node keeps alive what it leads to
-    return [GradientEdge(node, tensor.output_nr, alive) for tensor in entered]
-
-
-_OF_CALL: Any = _CallNode._backward_cls
-_OF_LEAF: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-
-
-def _has_graph(value: Any) -> bool:
-    """Whether a value leads to anything: a view made without gradients may require one all the same."""
-    return (
-        isinstance(value, Tensor)
-        and value.requires_grad
-        and (value.grad_fn is not None or isinstance(value, nn.Parameter))
-    )
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
-
-
-def _memory(tensor: Tensor) -> int | None:
-    """Where a tensor's memory is, if it has any."""
-    if tensor.layout != torch.strided:
-        return None
-    return tensor.untyped_storage().data_ptr() or None
-
-
-def version_of(tensor: Tensor) -> Tensor:
-    """Counts the changes of a tensor without keeping its memory."""
-    counter = tensor.detach()
-    counter.data = counter.new_empty(0)
-    return counter
 
 
 def _put_in_history(tensor: Tensor, changed: Tensor) -> None:
     """Makes what a layer has done to the caller's tensor in place part of that tensor's history."""
-    in_place = _memory(tensor) == _memory(changed)  # the values are there already, so nothing changes by this copy
+    in_place = memory_of(tensor) == memory_of(changed)  # the values are there already, so nothing changes by this copy
     with _unsafe_preserve_version_counter(tensor) if in_place else nullcontext():
         tensor.copy_(changed)
-
-
-def _share_memory(tensors: Iterable[Tensor]) -> bool:
-    memories = [memory for tensor in tensors if (memory := _memory(tensor)) is not None]
-    return len(set(memories)) < len(memories)
-
-
-def saving_nothing(label: str) -> AbstractContextManager[Any]:
-    """Lets autograd keep its graph, but none of the tensors that it would save; asking for one is an error."""
-    return torch.autograd.graph.saved_tensors_hooks(_nothing, partial(_refuse, label))
-
-
-def _nothing(_: Tensor) -> None:
-    """In place of a tensor that autograd would save."""
-
-
-def _refuse(label: str, _: None) -> Tensor:
-    """When that is asked for."""
-    raise RuntimeError(_escaped(label))
-
-
-def _escaped(label: str) -> str:
-    return (
-        f"{label}: a tensor made inside the layer is used outside it, but did not leave it as an output, an attribute,"
-        " a changed argument or through a forward hook. Its gradient cannot be computed. Return it from the layer, or"
-        " keep the layer out of the pipeline with RoundPipeStrategy(layers=...)."
-    )
-
-
-def refuse_escapes(leaves: Iterable[Tensor], label: str) -> None:
-    """Leaves that are made for one run get no gradients but those that :meth:`Call.backward` asks for."""
-
-    def refuse(_: Tensor) -> None:
-        raise RecomputeError(_escaped(label))
-
-    for leaf in leaves:
-        if leaf.requires_grad and not leaf._post_accumulate_grad_hooks:
-            leaf.register_post_accumulate_grad_hook(refuse)
-
-
-@functools.cache
-def _device_kinds() -> list[str]:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return ["cpu"] if accelerator is None else ["cpu", accelerator.type]
-
-
-class AutocastState:
-    """The caller's autocast state, to be entered again and again."""
-
-    __slots__ = ("_settings",)
-
-    def __init__(self) -> None:
-        self._settings = [
-            (kind, torch.get_autocast_dtype(kind)) for kind in _device_kinds() if torch.is_autocast_enabled(kind)
-        ]
-
-    def half_type(self, kind: str) -> torch.dtype | None:
-        """What autocast casts to on devices of a kind, if it is on."""
-        return dict(self._settings).get(kind)
-
-    def again(self) -> AbstractContextManager[Any]:
-        """Brings the state into force for a while."""
-        if not self._settings and not torch.is_autocast_enabled("cpu"):
-            return _NOTHING
-        stack = ExitStack()
-        wanted = {kind for kind, _ in self._settings}
-        for kind, dtype in self._settings:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-        if "cpu" not in wanted and torch.is_autocast_enabled("cpu"):
-            stack.enter_context(torch.autocast("cpu", enabled=False))
-        return stack
-
-
-class Reached(NamedTuple):
-    """What some tensors' graph leads to."""
-
-    leaves: list[Tensor]
-    """The tensors that it accumulates gradients into."""
-    calls: list[Any]
-    """The nodes of calls."""
-    entry: set[int]
-    """Which of the entry's outputs, by number, it ends at."""
-    has_python: bool
-    """Whether there are functions written in Python, besides calls."""
-
-
-def reached_by(
-    outputs: Sequence[Tensor], entry: Sequence[GradientEdge] = (), *, through_calls: bool = False
-) -> Reached:
-    """Walks through the graph of some tensors, up to an entry."""
-    start = entry[0].node if entry else None
-    leaves: list[Tensor] = []
-    calls: list[Any] = []
-    used: set[int] = set()
-    kinds: set[type] = set()
-    seen: set[Node] = set()
-    leaves += [output for output in outputs if output.grad_fn is None]
-    stack: list[tuple[Node | None, int]] = [(output.grad_fn, output.output_nr) for output in outputs]
-    while stack:
-        node, number = stack.pop()
-        if node is start:
-            used.add(number)
-            continue
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        kind = type(node)
-        kinds.add(kind)
-        if kind is _OF_CALL:
-            calls.append(node)
-            if not through_calls:
-                continue
-        elif kind is _OF_LEAF:
-            leaves.append(node.variable)  # type: ignore[attr-defined]
-        stack += node.next_functions
-    return Reached(leaves, calls, used, any(issubclass(kind, BackwardCFunction) for kind in kinds))

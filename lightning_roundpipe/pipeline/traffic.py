@@ -12,7 +12,8 @@ from torch import Tensor
 
 from lightning_roundpipe.devices import Device
 from lightning_roundpipe.pipeline.batch import Microbatch
-from lightning_roundpipe.pipeline.tape import Call, Mode
+from lightning_roundpipe.pipeline.runs import Mode
+from lightning_roundpipe.pipeline.tape import Call
 
 
 def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str, *, enters: bool) -> None:

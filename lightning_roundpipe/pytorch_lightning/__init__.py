@@ -23,7 +23,7 @@ import pytorch_lightning.strategies
 from packaging.version import Version
 
 from lightning_roundpipe.microbatch import UnsplittableBatchError
-from lightning_roundpipe.pipeline.tape import RecomputeError
+from lightning_roundpipe.pipeline.escapes import RecomputeError
 from lightning_roundpipe.timeline import Timeline
 from lightning_roundpipe.verification import Verification
 

@@ -1,6 +1,7 @@
 """Who else holds a tensor, or its memory, and so may change it in place."""
 
 import sys
+from collections.abc import Iterable
 from functools import cache
 
 import torch
@@ -38,3 +39,22 @@ def _references() -> tuple[int, int]:
     view = torch.empty(0, 0).t()
     base = view._base
     return sys.getrefcount(base), in_called(view)
+
+
+def memory_of(tensor: Tensor) -> int | None:
+    """Where a tensor's memory is, if it has any."""
+    if tensor.layout != torch.strided:
+        return None
+    return tensor.untyped_storage().data_ptr() or None
+
+
+def share_memory(tensors: Iterable[Tensor]) -> bool:
+    memories = [memory for tensor in tensors if (memory := memory_of(tensor)) is not None]
+    return len(set(memories)) < len(memories)
+
+
+def version_of(tensor: Tensor) -> Tensor:
+    """Counts the changes of a tensor without keeping its memory."""
+    counter = tensor.detach()
+    counter.data = counter.new_empty(0)
+    return counter
