@@ -4,11 +4,8 @@ The reference is a loop over the same microbatches with nothing of the pipeline 
 drawn: there each microbatch and layer call is given the seed that it has in the pipeline.
 """
 
-import logging
-import math
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -17,28 +14,27 @@ from types import MethodType
 from typing import Any
 
 import lightning.pytorch as pl
-import numpy
 import torch
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
-from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
+from lightning_roundpipe.gradient_errors import dense, gradient_error, norm
+from lightning_roundpipe.module_state import ModuleState
 from lightning_roundpipe.pipeline.escapes import RecomputeError
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.runtime import Pipeline
 from lightning_roundpipe.splitting import comparable, count_labels, undone
 from lightning_roundpipe.strategy import RoundPipeStrategy, loss_in
-from lightning_roundpipe.trees import map_tree
-from lightning_roundpipe.verification import Comparison, Finding, GradientError, Kind, LayerCheck, Verification
+from lightning_roundpipe.verification import Comparison, Finding, Kind, LayerCheck, Verification
+from lightning_roundpipe.without_trace import attach, copied, gradients_aside, parameters_kept, quiet
 
 _SAME_SUMS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """What counts as rounding between runs that add up the same terms, by precision."""
@@ -47,8 +43,6 @@ _OTHER_SUMS = {torch.float64: 1e-8, torch.float32: 1e-3}
 _COARSE = 2e-2  # half precision
 
 _REMEDY = "Keep the layer out of the pipeline with RoundPipeStrategy(layers=...), or train with strategy='auto'."
-_INTERNAL = {*vars(nn.Module()), *vars(pl.LightningModule()), "log"}
-"""Attributes that are PyTorch's, Lightning's and ours."""
 
 
 def verify(
@@ -106,23 +100,23 @@ def verify(
     started = time.perf_counter()
     strategy = _Strategy(**{**options, "background_step": False})
     with ExitStack() as stack:
-        stack.enter_context(_quiet())
+        stack.enter_context(quiet())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_gradients_aside(module))
-        restore = stack.enter_context(_parameters_kept(module))
+        stack.enter_context(gradients_aside(module))
+        restore = stack.enter_context(parameters_kept(module))
         stack.enter_context(undone(module))
         trainer = pl.Trainer(
             accelerator="cpu", devices=devices, strategy=strategy, precision=precision, logger=DummyLogger(),
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
         )  # fmt: skip
-        _attach(module, trainer, strategy)
+        attach(module, trainer, strategy)
         stack.callback(strategy.teardown)
         plugin = strategy.precision_plugin
         types = [parameter.dtype for parameter in module.parameters()]
         plugin.convert_module(module)
         if types != [parameter.dtype for parameter in module.parameters()]:
-            restore = stack.enter_context(_parameters_kept(module))
-        prepared = module.on_before_batch_transfer(_copied(batch), 0)
+            restore = stack.enter_context(parameters_kept(module))
+        prepared = module.on_before_batch_transfer(copied(batch), 0)
         prepared = module.transfer_batch_to_device(prepared, module.device, 0)
         prepared = plugin.convert_input(module.on_after_batch_transfer(prepared, 0))
         check = _Check(module, strategy, prepared, batch_idx, restore)
@@ -154,7 +148,7 @@ class _Outcome:
 
     loss: Tensor | None
     gradients: dict[str, Tensor | None]
-    state: "_State"
+    state: ModuleState
     drew: bool = False
     """Whether the code between layers drew random numbers. Known of plain runs only."""
 
@@ -197,7 +191,7 @@ class _Check:
         self.expected: _Outcome | None = None
         self.same_parts = True
         """Whether pipeline and plain autograd can be compared at all."""
-        self.before = _State(module)
+        self.before = ModuleState(module)
         self.left: dict[tuple[str, str], None] = {}
         """What pipeline and plain autograd leave differently."""
         self.kept: list[tuple[str, str]] = []
@@ -274,7 +268,7 @@ class _Check:
         return expected
 
     def _step_of_pipeline(self) -> tuple[Tensor | None, bool]:
-        loss = loss_in(self.strategy.training_step(_copied(self.batch), *self.arguments))
+        loss = loss_in(self.strategy.training_step(copied(self.batch), *self.arguments))
         if loss is not None:
             self.module.backward(loss)
         self.strategy.after_backward()
@@ -304,7 +298,7 @@ class _Check:
                         seeds.begin(index)
                     before = RandomState.capture()
                     with self.strategy.precision_plugin.train_step_context():
-                        loss = loss_in(self.module.training_step(_copied(piece), *self.arguments))
+                        loss = loss_in(self.module.training_step(copied(piece), *self.arguments))
                     drew |= not RandomState.capture().same(before)
                     if loss is not None:
                         self.module.backward(weight * loss)
@@ -320,7 +314,7 @@ class _Check:
             try:
                 loss, drew = step()
                 gradients = {name: parameter.grad for name, parameter in parameters if parameter.requires_grad}
-                state = _State(self.module)
+                state = ModuleState(self.module)
             finally:
                 for _, parameter in parameters:
                     parameter.grad = None
@@ -358,11 +352,11 @@ class _Check:
     def _comparison(
         self, name: str, reference: str, found: _Outcome, expected: _Outcome, table: dict[torch.dtype, float]
     ) -> Comparison:
-        norms = {name: None if g is None else _norm(g) for name, g in expected.gradients.items()}
+        norms = {name: None if g is None else norm(g) for name, g in expected.gradients.items()}
         floor = 1e-4 * max((norm for norm in norms.values() if norm is not None), default=0.0)
         layer_of = self._layers_of_parameters()
         errors = [
-            _gradient_error(parameter, layer_of.get(parameter), found.gradients.get(parameter), gradient, floor)
+            gradient_error(parameter, layer_of.get(parameter), found.gradients.get(parameter), gradient, floor)
             for parameter, gradient in expected.gradients.items()
         ]
         losses = _number(found.loss), _number(expected.loss)
@@ -473,7 +467,7 @@ class _Check:
             text = f"The microbatches run one after the other, because {pipeline.serial_reason}."
             self._found("serial", None, f"{text} Results are right, but devices do not work at the same time.")
 
-    def _note_side_effects(self, after: "_State") -> None:
+    def _note_side_effects(self, after: ModuleState) -> None:
         self.kept = after.differing(self.before, norms=False)
         for layer, names in self._by_layer(after.differing(self.before)).items():
             self._found("side effect", layer, f"A step changes {names}.")
@@ -574,106 +568,9 @@ class _Seeds:
             before.restore()
 
 
-class _State:
-    """Buffers and attributes of a module and all within it, as they are now: tensors, numbers, sizes of containers."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.values: dict[tuple[str, str], Any] = {}
-        self._norms: set[str] = set()
-        for path, submodule in module.named_modules():
-            private = isinstance(submodule, Metric)  # its caches
-            if isinstance(submodule, _BatchNorm):
-                self._norms.add(path)
-            for name, value in (*vars(submodule).items(), *submodule._buffers.items()):
-                if name not in _INTERNAL and not (private and name.startswith("_")):
-                    self.values[path, name] = _summary(value)
-
-    def differing(self, other: "_State", tolerance: float = 0.0, *, norms: bool = True) -> list[tuple[str, str]]:
-        """What is not as in the other one.
-
-        Args:
-            other: The state to compare with.
-            tolerance: The largest relative difference of floating point numbers that counts as none.
-            norms: Whether the statistics of BatchNorm count. In the pipeline they follow the whole batch.
-        """
-        return [
-            key
-            for key in {**other.values, **self.values}
-            if (norms or key[0] not in self._norms)
-            and not (
-                key in self.values and key in other.values and _same(self.values[key], other.values[key], tolerance)
-            )
-        ]
-
-
-def _summary(value: Any) -> Any:
-    kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
-    if issubclass(kind, Tensor):
-        return value.detach().clone()
-    if value is None or kind in (bool, int, float, str):
-        return value
-    return (kind.__name__, _size(value, set()))
-
-
-def _size(value: Any, seen: set[int]) -> int:
-    """How many items containers hold, those of containers within them included."""
-    kind = type(value)
-    if not issubclass(kind, (list, tuple, dict, set, deque)) or id(value) in seen:
-        return 0
-    seen.add(id(value))
-    return len(value) + sum(_size(item, seen) for item in (value.values() if issubclass(kind, dict) else value))
-
-
-def _same(a: Any, b: Any, tolerance: float) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        if not a.is_floating_point():
-            return torch.equal(a, b)
-        if not tolerance:
-            return torch.equal(a.nan_to_num(), b.nan_to_num())
-        return _norm(_difference(a, b)) <= tolerance * _norm(b.nan_to_num())
-    if isinstance(a, float) and isinstance(b, float):
-        return math.isclose(a, b, rel_tol=tolerance) or (math.isnan(a) and math.isnan(b))
-    return type(a) is type(b) and bool(a == b)
-
-
-# Comparing gradients
-
-
-def _gradient_error(
-    parameter: str, layer: str | None, found: Tensor | None, expected: Tensor | None, floor: float
-) -> GradientError:
-    if found is None or expected is None:
-        if found is None and expected is None:
-            return GradientError(parameter, layer, None, 0.0, 0.0)
-        only = _dense(found if expected is None else expected)  # type: ignore[arg-type]
-        size = float(only.abs().max()) if only.numel() else 0.0
-        norm = None if expected is None else _norm(expected)
-        return GradientError(parameter, layer, norm, size, 1.0, "expected" if expected is None else "found")
-    difference, norm = _difference(_dense(found), _dense(expected)), _norm(expected)
-    error = float(difference.abs().max()) if difference.numel() else 0.0
-    relative = 0.0 if error == 0 else _norm(difference) / max(norm, floor)
-    return GradientError(parameter, layer, norm, error, relative)
-
-
-def _difference(a: Tensor, b: Tensor) -> Tensor:
-    """Zero where both are equal, the same infinity, or no number."""
-    same = (a == b) | (a.isnan() & b.isnan())
-    return torch.where(same, 0, a - b)
-
-
-def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(_dense(tensor).abs().double()))
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    return tensor if tensor.layout == torch.strided else tensor.to_dense()
-
-
 def _is_finite(outcome: _Outcome) -> bool:
     values = [outcome.loss, *outcome.gradients.values()]
-    return all(bool(_dense(value).isfinite().all()) for value in values if value is not None)
+    return all(bool(dense(value).isfinite().all()) for value in values if value is not None)
 
 
 def _number(loss: Tensor | None) -> float | None:
@@ -683,79 +580,3 @@ def _number(loss: Tensor | None) -> float | None:
 def _listed(names: Sequence[str], limit: int = 8) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-# Leaving no trace
-
-
-def _attach(module: pl.LightningModule, trainer: pl.Trainer, strategy: RoundPipeStrategy) -> None:
-    """Gives the module a Trainer as in fit, and takes its logs away from it."""
-    module.trainer = trainer
-    trainer.state.fn = TrainerFn.FITTING
-    trainer.training = True
-    module.__dict__["log"] = lambda *args, **kwargs: None
-    strategy.connect(module)
-    with suppress(Exception):  # a schedule may ask for what only a fit knows; few steps look at their optimizer
-        strategy.setup_optimizers(trainer)
-
-
-def _copied(batch: Any) -> Any:
-    """The batch in containers and tensors of its own: a step may write into it."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        return leaf.copy() if isinstance(leaf, numpy.ndarray) else leaf
-
-    return map_tree(copied, batch)
-
-
-@contextmanager
-def _gradients_aside(module: nn.Module) -> Iterator[None]:
-    """Takes the gradients away, and what runs whenever one has come: it may step an optimizer."""
-    kept = [(p, p.grad, p._post_accumulate_grad_hooks) for p in module.parameters()]
-    hooks = [(hooks, dict(hooks)) for _, _, hooks in kept if hooks]
-    for parameter, _, _ in kept:
-        parameter.grad = None
-    for table, _ in hooks:
-        table.clear()
-    try:
-        yield
-    finally:
-        for parameter, gradient, _ in kept:
-            parameter.grad = gradient
-        for table, entries in hooks:
-            table.update(entries)
-
-
-@contextmanager
-def _parameters_kept(module: nn.Module) -> Iterator[Callable[[], None]]:
-    """Yields what puts the parameters back to what they are now, and does so in the end."""
-    kept = [(p, p.data, p.detach().clone(), p.requires_grad) for p in module.parameters()]
-
-    def restore() -> None:
-        for parameter, data, values, requires_grad in kept:
-            if parameter.data_ptr() != data.data_ptr() or parameter.dtype != data.dtype:
-                parameter.data = data
-            if not torch.equal(data, values):
-                data.copy_(values)
-            parameter.requires_grad_(requires_grad)
-
-    try:
-        yield restore
-    finally:
-        restore()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Lightning and the strategy say nothing: the report does."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
