@@ -4,6 +4,7 @@ stage and come back for the backward. What has no room is run again.
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -20,9 +21,10 @@ from test_exactness import make as make_exact
 from test_habits import CheckpointAroundLayersAndCode, InPlaceFirst, ResidualStreamInPlace
 from test_habits import data as habits_data
 from test_habits import make as make_habit
-from test_kept_graphs import RUNS, WritesState, chain
+from test_kept_graphs import RUNS, Chain, Counted, WritesState, chain, held
 from test_staying_inputs import copied
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_roundpipe.devices import AcceleratorDevice, SimulatedDevice
 from lightning_roundpipe.pipeline.lent_parameters import LentParameters
@@ -162,6 +164,58 @@ def test_which_stay() -> None:
     assert staying(50) == Staying(frozenset({0, 3}), frozenset({1}))
     assert staying(999) == Staying(frozenset({0, 1, 3}), frozenset({2})), "what must be recomputed keeps its input"
     assert staying(25, 2) == Staying(frozenset({0, 3}), frozenset({2})), "20 and 4 on one device, 25 on the other"
+
+
+class SavesItsOutput(Counted):
+    """An operation's own output leads back to it: saved as it is, it would be held for ever."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.sigmoid(self.linear(x))
+        RUNS[StorageWeakRef(out.untyped_storage())] = self.number
+        return out
+
+
+class NotForTheLoss(Chain):
+    """Of its layers between the first and the last one no backward is asked for."""
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net[0](batch["x"])
+        for layer in self.net[1:-1]:
+            layer(x)
+        return (self.net[-1](x) - batch["y"]).square().mean()
+
+
+class UnderHooks(NotForTheLoss):
+    def loss(self, batch: Any) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(Tensor.clone, lambda saved: saved):
+            return super().loss(batch)
+
+
+def test_graphs_that_nobody_differentiates() -> None:
+    torch.manual_seed(0)
+    module = NotForTheLoss(SavesItsOutput).double()
+    train(module, batches_of(vectors, 4, 6), 3)
+    assert RUNS
+    assert held() == 0
+
+
+def test_the_same_under_hooks_of_the_step_on_the_host() -> None:
+    torch.manual_seed(0)
+    strategy = RoundPipeStrategy(microbatches=3, split="step", recompute="none")
+    fit(UnderHooks(SavesItsOutput).double(), batches_of(vectors, 4, 6), strategy)
+    assert RUNS
+    assert held() == 0
+
+
+def test_nothing_is_left_where_a_step_fails() -> None:
+    module = chain(SavesItsOutput)
+    module.fails = True
+    with pytest.raises(ZeroDivisionError) as caught:
+        train(module, batches_of(vectors, 3, 6), 3)
+    assert max(module.held.values()) > 4
+    del caught
+    gc.collect()
+    assert held() == 0
 
 
 # --- what is changed meanwhile

@@ -68,7 +68,7 @@ class LentParameters:
     def _pack(self, tensor: Tensor) -> Any:
         number = self._index.get(_address(tensor))
         if number is None or not _is_part(tensor, self.leaves[number]):
-            return tensor, tensor._version
+            return tensor.detach(), tensor._version  # not what leads back to the operation, and would be held for ever
         return _Part(number, tensor._version, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     @skip

@@ -98,7 +98,7 @@ def saving_all() -> AbstractContextManager[Any]:
 
 @skip
 def _with_version(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor, tensor._version
+    return tensor.detach(), tensor._version  # an operation's own output would lead back to it, and be held for ever
 
 
 @skip
