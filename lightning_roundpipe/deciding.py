@@ -17,9 +17,9 @@ from lightning_roundpipe.splitting import (
     compare,
     find_split_calls,
     gather_evidence,
-    undone,
     weight_name,
 )
+from lightning_roundpipe.undoing import undone
 
 
 class BatchSplitter:

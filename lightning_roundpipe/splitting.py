@@ -7,38 +7,29 @@ parameters is undone. They have no gradients, unless the step itself differentia
 """
 
 import operator
-import random
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from lightning_roundpipe.devices.file_pages import is_on_file
-from lightning_roundpipe.iterators import StandIn, stand_in
+from lightning_roundpipe.iterators import StandIn
 from lightning_roundpipe.microbatch import IGNORED_LABEL, LABEL_FIELDS, LossWeight, loss_weights
 from lightning_roundpipe.pipeline.call_split import CallSplit, close, find_split, signature
 from lightning_roundpipe.pipeline.replica import same_items
-from lightning_roundpipe.pipeline.rng import RandomState, generator_state
-from lightning_roundpipe.pipeline.watching import ATOMS, is_iterator, is_plain_object, named_by_code
 from lightning_roundpipe.probes import changed_batches, moved_parameters
+from lightning_roundpipe.repeatable import comparable
 from lightning_roundpipe.trees import map_tree
+from lightning_roundpipe.undoing import undone
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 2e-2  # half precision
 _ROUNDING = 2e-6  # of a loss in single precision that is put together from parts
-_SEED = 7_158_278_826
-"""Of generators that the step has not seeded itself: a number that nobody else will choose."""
-
 Cut = Callable[[Any], tuple[list[Any], list[int]]]
 """Cuts a batch: the microbatches, and how many samples each has."""
 
@@ -397,288 +388,3 @@ def _loss(module: nn.Module, batch: Any, loss_of: LossOf) -> Tensor | None:
 
 def _own(batch: Any) -> Any:
     return map_tree(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, batch)
-
-
-@contextmanager
-def comparable(module: nn.Module) -> Iterator["_Repeatable"]:
-    """A batch and its parts compute the same in it, if the loss allows: without randomness, and with the running
-    statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
-    :func:`undone`.
-    """
-    with undone(module) as generators:
-        for generator in (torch.default_generator, *generators):
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(_SEED)
-        repeatable = _Repeatable(generators)
-        try:
-            with repeatable:
-                for submodule in module.modules():
-                    if isinstance(submodule, _BatchNorm) and submodule.track_running_stats:
-                        submodule.training = False
-                yield repeatable
-        finally:
-            repeatable.put_back()
-
-
-@contextmanager
-def undone(module: nn.Module) -> Iterator[list[Any]]:
-    """Afterwards the module's attributes, buffers and the random generators are what they were.
-
-    So are lists, dicts, sets and plain objects, also within one another, generators of its own, and iterators, for
-    which copies stand meanwhile; one that cannot be copied refuses to give anything. Other objects are not looked into.
-    Parameters are not copied; see :class:`_Repeatable`.
-
-    Yields:
-        The module's own generators, of PyTorch, Python and NumPy.
-    """
-    generators = RandomState.capture()
-    before = [(submodule, dict(submodule.__dict__)) for submodule in module.modules()]
-    buffers = [(submodule._buffers, dict(submodule._buffers)) for submodule in module.modules()]
-    contents = _Contents()
-    for value in named_by_code(module.modules()):
-        contents.note(value)
-    for _, items in (*before, *buffers):
-        for value in items.values():
-            contents.note(value)
-    contents.replace_iterators([submodule.__dict__ for submodule, _ in before])
-    try:
-        yield contents.generators
-    finally:
-        for submodule, attributes in before:
-            submodule.__dict__.clear()
-            submodule.__dict__.update(attributes)
-        for items, values in buffers:
-            items.clear()
-            items.update(values)
-        contents.put_back()
-        generators.restore()
-
-
-class _Contents:
-    """What was in tensors, containers and generators."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        self._containers: dict[int, tuple[Any, Any]] = {}
-        self._states: dict[int, tuple[Callable[[Any], Any], Any]] = {}
-        self.generators: list[Any] = []
-
-    def note(self, value: Any) -> None:
-        kind = type(value)  # not `isinstance`: it fails for a weak proxy of a trainer that is no more
-        if kind in ATOMS:  # quickly: most are
-            return
-        if issubclass(kind, Tensor):
-            if not issubclass(kind, nn.Parameter):
-                self._tensors.setdefault(id(value), (value, value.detach().clone()))
-        elif is_plain_object(value):
-            self.note(vars(value))
-        elif issubclass(kind, (list, dict, set, deque)) and id(value) not in self._containers:
-            plain = dict if issubclass(kind, dict) else list
-            self._containers[id(value)] = (value, plain(value))
-            for item in value.values() if plain is dict else value:
-                self.note(item)
-        elif issubclass(kind, tuple):
-            for item in value:
-                self.note(item)
-        elif issubclass(kind, (torch.Generator, numpy.random.RandomState)):
-            self._note_generator(value, value.set_state, value.get_state())
-        elif issubclass(kind, random.Random):
-            self._note_generator(value, value.setstate, value.getstate())
-        elif issubclass(kind, numpy.random.Generator):
-            bits = value.bit_generator
-            self._note_generator(value, partial(setattr, bits, "state"), bits.state)
-        elif issubclass(kind, numpy.ndarray):
-            self._states[id(value)] = (partial(numpy.copyto, value), value.copy())
-
-    def _note_generator(self, generator: Any, set_state: Callable[[Any], Any], state: Any) -> None:
-        if id(generator) not in self._states:
-            self._states[id(generator)] = (set_state, state)
-            self.generators.append(generator)
-
-    def replace_iterators(self, namespaces: Sequence[dict[str, Any]]) -> None:
-        """Puts stand-ins for iterators into modules' attributes, and into the containers that were noted."""
-        made: dict[int, StandIn] = {}
-        containers = [container for container, _ in self._containers.values()]
-        for container in (*namespaces, *containers):
-            if isinstance(container, (dict, list, deque)):
-                items = container.items() if isinstance(container, dict) else enumerate(container)
-                for key, value in [(key, value) for key, value in items if is_iterator(value)]:
-                    other = stand_in(f"an iterator ({key!r})", value, made)
-                    if other is not None:
-                        container[key] = other
-
-    def put_back(self) -> None:
-        for container, contents in self._containers.values():
-            if _holds(container, contents):
-                continue
-            container.clear()
-            container.update(contents) if isinstance(container, (dict, set)) else container.extend(contents)
-        with torch.no_grad():
-            for tensor, value in self._tensors.values():
-                if not torch.equal(tensor, value):
-                    tensor.data.copy_(value)
-        for set_state, state in self._states.values():
-            set_state(state)
-
-
-def _holds(container: Any, contents: Any) -> bool:
-    """Whether a container holds the very objects that it held."""
-    if isinstance(container, dict):
-        return list(container) == list(contents) and all(container[key] is contents[key] for key in contents)
-    return len(container) == len(contents) and all(map(operator.is_, container, contents))
-
-
-_WRITING = {"out", "max_norm", "inplace"}
-"""Arguments of functions that may write to what they are given."""
-_HANDING_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage"}
-"""Functions whose result may be written to unseen."""
-
-
-class _Repeatable(TorchFunctionMode):
-    """No randomness, so that a batch and its parts can be compared; and changes of parameters that can be put back.
-
-    A sample's random numbers are its own: the same ones in the whole batch and in a part of it. Not so those of a
-    generator that the step makes or seeds by itself: it wants just these numbers, and each part would draw them again.
-    """
-
-    _IDENTITIES = {
-        functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
-        functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.alpha_dropout,
-        torch.feature_dropout, torch.feature_alpha_dropout,
-    }  # fmt: skip
-    _DRAWS: ClassVar[dict[Callable[..., Any], Callable[..., Any]]] = {
-        torch.randn: torch.zeros, torch.randn_like: torch.zeros_like,
-        torch.rand: torch.zeros, torch.rand_like: torch.zeros_like,
-    }  # fmt: skip
-
-    def __init__(self, generators: Sequence[Any]) -> None:
-        """
-        Args:
-            generators: The module's own.
-        """
-        super().__init__()
-        self._generators = [(generator, generator_state(generator)) for generator in generators]
-        self._shared = RandomState.capture()
-        self._strange: dict[int, tuple[torch.Generator, Tensor]] = {}
-        """Generators that the step has brought or seeded, with the states before they were drawn from."""
-        self.ignored_labels: set[int] = set()
-        """Labels that means over labels did not count."""
-        self._kept: dict[int, tuple[nn.Parameter, Tensor, Tensor, bool]] = {}
-        """Parameters that the step could write to: with their memory, what was in it, and whether they are trained."""
-        self._viewed: dict[int, nn.Parameter] = {}
-        """Parameters on files of which views were taken, by address: they are copied only if these are written to."""
-        self._first = self._samples = self._draws = 0
-
-    def begin(self, samples: int) -> None:
-        """The next samples of the batch come."""
-        self._first += self._samples
-        self._samples = samples
-        self._draws = 0
-
-    def written_parameters(self) -> list[nn.Parameter]:
-        """Those that are not what they were."""
-        return [p for p, _, value, _ in self._kept.values() if not torch.equal(p.detach(), value)]
-
-    def drew(self) -> bool:
-        """Whether any generator has gone on: numbers were drawn that the samples at hand do not determine."""
-        return (
-            not RandomState.capture().same(self._shared)
-            or any(generator_state(generator) != state for generator, state in self._generators)
-            or any(not torch.equal(generator.get_state(), state) for generator, state in self._strange.values())
-        )
-
-    def put_back(self) -> None:
-        """Undoes what was written to parameters."""
-        for parameter, memory, value, trained in self._kept.values():
-            memory.copy_(value)
-            parameter.data = memory
-            parameter.requires_grad_(trained)
-        self._kept = {}
-        for generator, state in self._strange.values():
-            generator.set_state(state)
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        generator = kwargs.get("generator") or torch.default_generator
-        if generator.initial_seed() != _SEED:
-            self._strange.setdefault(id(generator), (generator, generator.get_state()))
-        elif func in self._IDENTITIES:
-            return args[0] if args else kwargs["input"]
-        elif (constant := self._DRAWS.get(func)) is not None:
-            kwargs.pop("generator", None)
-            return self._drawn(constant(*args, **kwargs), torch.randn if name.startswith("randn") else torch.rand)
-        elif name in ("normal_", "uniform_", "exponential_", "bernoulli_", "random_"):
-            if isinstance(args[0], nn.Parameter):
-                self._keep(args[:1])
-            return self._drawn(args[0].zero_(), torch.randn if name == "normal_" else torch.rand)
-        elif func is functional.scaled_dot_product_attention:
-            args, kwargs = (*args[:4], *args[5:]) if len(args) > 4 else args, {**kwargs, "dropout_p": 0.0}
-            if len(args) > 4:
-                kwargs["is_causal"] = args[4]
-                args = args[:4]
-        elif func is functional.multi_head_attention_forward:
-            args, kwargs = _without_training(args, kwargs)
-        elif name in ("lstm", "gru", "rnn_tanh", "rnn_relu") and len(args) > 5:
-            position = 5 if isinstance(args[4], int) and not isinstance(args[4], bool) else 6
-            args = (*args[:position], 0.0, *args[position + 1 :])
-        if func in (functional.cross_entropy, functional.nll_loss) and kwargs.get("reduction", "mean") == "mean":
-            self.ignored_labels.add(kwargs.get("ignore_index", IGNORED_LABEL))
-        given = [item for item in _flat((*args, *kwargs.values())) if isinstance(item, Tensor)]
-        parameters: list[Any] = [item for item in given if isinstance(item, nn.Parameter)]
-        viewed = [self._viewed[at] for item in given if (at := _address(item)) in self._viewed] if self._viewed else []
-        if not parameters and not viewed:
-            return func(*args, **kwargs)
-        written = name in _HANDING_OUT or name in ("__set__", "__setitem__") or name.startswith("__i")
-        written |= any(value is not None and value is not False for key, value in kwargs.items() if key in _WRITING)
-        if written or (name.endswith("_") and not name.endswith("__")):
-            self._keep([*parameters, *viewed])
-        result = func(*args, **kwargs)
-        memory = {_address(item) for item in _flat((result,)) if isinstance(item, Tensor)}
-        for parameter in parameters:
-            if (address := _address(parameter)) in memory:
-                if not parameter.requires_grad and is_on_file(parameter):
-                    self._viewed[address] = parameter
-                else:
-                    self._keep([parameter])
-        return result
-
-    def _keep(self, parameters: Sequence[Any]) -> None:
-        for parameter in parameters:
-            if id(parameter) not in self._kept:
-                memory = parameter.data
-                self._kept[id(parameter)] = (parameter, memory, memory.clone(), parameter.requires_grad)
-
-    def _drawn(self, zeros: Tensor, draw: Callable[..., Tensor]) -> Tensor:
-        """What the samples at hand draw; zeros where it is not known which they are."""
-        self._draws += 1
-        samples = self._samples
-        if not samples or not zeros.is_floating_point() or zeros.ndim == 0 or zeros.size(0) % samples:
-            return zeros
-        each = zeros.size(0) // samples
-        for sample in range(samples):
-            generator = torch.Generator().manual_seed(1_000_003 * self._draws + self._first + sample)
-            rows = draw((each, *zeros.shape[1:]), generator=generator)
-            zeros.detach()[sample * each : (sample + 1) * each] = rows.to(zeros.device, zeros.dtype)
-        return zeros
-
-
-def _flat(items: Sequence[Any]) -> Iterator[Any]:
-    for item in items:
-        if type(item) in (list, tuple):
-            yield from _flat(item)
-        else:
-            yield item
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else id(tensor)
-
-
-def _without_training(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """``training`` is the 14th argument of ``multi_head_attention_forward``; here it means dropout only."""
-    if len(args) > 13:
-        return (*args[:13], False, *args[14:]), kwargs
-    return args, {**kwargs, "training": False}

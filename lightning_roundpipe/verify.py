@@ -31,8 +31,10 @@ from lightning_roundpipe.pipeline.escapes import RecomputeError
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.runtime import Pipeline
-from lightning_roundpipe.splitting import comparable, count_labels, undone
+from lightning_roundpipe.repeatable import comparable
+from lightning_roundpipe.splitting import count_labels
 from lightning_roundpipe.strategy import RoundPipeStrategy, loss_in
+from lightning_roundpipe.undoing import undone
 from lightning_roundpipe.verification import Comparison, Finding, Kind, LayerCheck, Verification
 from lightning_roundpipe.without_trace import attach, copied, gradients_aside, parameters_kept, quiet
 
