@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 from collections import Counter
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import pytest
@@ -145,10 +146,24 @@ def test_as_many_as_there_is_room_for() -> None:
         ours, found = train(make(depth), data(m), m, capacity=capacity)
         assert_equal(ours, plain)
         assert max(map(max, found.peaks)) <= capacity
-        graphs, inputs = found.plans[0].staying
+        graphs, inputs, _ = found.plans[0].staying
         assert not graphs & inputs and len(graphs) >= memory
         memory = len(graphs)
     assert memory == depth - 1
+
+
+@pytest.mark.parametrize("recompute", ["none", "layer"])
+def test_samples_that_get_longer(recompute: str) -> None:
+    """What stays grows with them: from some size on nothing does, and training goes on as it did without."""
+    depth, m = 8, 2
+    _, seen = train(make(depth), data(m), m, capacity=2**30)
+    batches = [batch for times in (1, 2, 4, 1) for batch in data(times * m)[:1]]
+    capacity = seen.needed[0] + 3 * depth * m * ACTIVATION
+    ours, seen = train(make(depth), batches, m, capacity=capacity, recompute=recompute)
+    assert_equal(ours, result(fit_microbatches(make(depth), batches, m)))
+    plan = seen.plans[0]
+    assert plan.staying.graphs if recompute == "none" else plan.staying.inputs
+    assert 1 < plan.staying.growth < 4
 
 
 def test_which_stay() -> None:
@@ -156,8 +171,10 @@ def test_which_stay() -> None:
 
     def staying(room: int, devices: int = 1) -> Staying:
         memory = Memory(0, [10] * 5, [10] * 5, [5] * 5, kept=[4] * 5, graphs=[20, 30, float("inf"), 25, 1])
-        return replace(memory, limit=memory.needed(stages) + room).staying(stages, devices)
+        return replace(memory, limit=memory.needed(stages) + room).staying(stages, devices)._replace(growth=inf)
 
+    memory = Memory(100, [10] * 5, [10] * 5, [5] * 5, graphs=[20, 30, 40, 25, 1])
+    assert memory.staying(stages, 1).growth == 100 / (memory.needed(stages) + 20 + 25)
     assert staying(0) == Staying()
     assert staying(19) == Staying(frozenset(), frozenset({0, 1, 2, 3}))
     assert staying(24) == Staying(frozenset({0}), frozenset({1}))

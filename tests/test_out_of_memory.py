@@ -8,7 +8,8 @@ import lightning as L
 import pytest
 import torch
 from helpers import RoundPipeStrategy, assert_equal, fit, fit_microbatches, result
-from test_devices import ACTIVATION, PARAMETERS, data, make, one_block_a_stage  # noqa: F401  # a fixture
+from test_devices import ACTIVATION, PARAMETERS, Deep, data, make, one_block_a_stage  # noqa: F401  # a fixture
+from torch import Tensor
 
 from lightning_roundpipe.devices import SimulatedDevice
 
@@ -21,11 +22,13 @@ def run(capacity: int | None, microbatches: int, samples: int, **options: Any) -
     return fit(make(DEPTH), data(samples), strategy), device
 
 
-def error_of(capacity: int, microbatches: int, samples: int, **options: Any) -> str:
+def error_of(
+    capacity: int, microbatches: int, samples: int, module: L.LightningModule | None = None, **options: Any
+) -> str:
     device = SimulatedDevice(0, capacity=capacity)
     strategy = RoundPipeStrategy(microbatches=microbatches, split="step", devices=[device], **options)
     with pytest.raises(torch.OutOfMemoryError) as raised:
-        fit(make(DEPTH), data(samples), strategy)
+        fit(module or make(DEPTH), data(samples), strategy)
     text = "\n".join([str(raised.value), *raised.value.__notes__])
     del raised, strategy
     for _ in range(3):  # a graph in C++ that a cycle held lets go of the next cycle only when it is gone
@@ -56,6 +59,28 @@ def test_the_error_says_where_for_what_and_what_helps(capacity: int, purpose: st
 def test_code_between_layers() -> None:
     text = error_of(2 * PARAMETERS + 4 * ACTIVATION, 1, 1)
     assert "no memory left for activations. It was asked for by code between layers. What helps" in text
+
+
+class Hungry(Deep):
+    """In the second batch the step takes all the memory."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss + torch.zeros(10**6, device=loss.device).sum() if self.global_step else loss
+
+
+@pytest.mark.parametrize(
+    ("recompute", "remedy"),
+    [
+        ("none", r"graphs of calls stay .* RoundPipeStrategy\(recompute='layer'\) leaves more room"),
+        (
+            "layer",
+            r"inputs of calls stay .* RoundPipeStrategy\(device_memory=...\) with a lower limit leaves more room",
+        ),
+    ],
+)
+def test_what_stays_is_named(recompute: str, remedy: str) -> None:
+    assert re.search(remedy, error_of(10**6, 2, 2, module=Hungry(DEPTH).double(), recompute=recompute))
 
 
 def test_training_again_in_the_same_process() -> None:

@@ -113,8 +113,7 @@ class LayerCalls(CallOwner):
             self._footprints.begin(microbatch, call, device)
             versions = [leaf._version for leaf in leaves]
             run_mode = self._mode(microbatch, call) if grad else Mode.PLAIN
-            stays = batch.plan is not None and call.position in batch.plan.staying.inputs
-            call.stays = stays and self._turns.comes_back(microbatch, call)
+            call.stays = self._has_room(microbatch, call, graph=False)
             count_forward(device, microbatch, call, run_mode, enters=microbatch.stage != stage or number == 0)
             ordered = (call.has_state or layer.traits.writes_state) and not batch.serial
             in_turn = not ordered or batch.enter_layer(layer.index, microbatch.index)
@@ -275,9 +274,14 @@ class LayerCalls(CallOwner):
             return Mode.DROP
         if self._devices[microbatch.device].is_host:
             return Mode.KEEP
+        return Mode.LEND if self._has_room(microbatch, call, graph=True) else Mode.DROP
+
+    def _has_room(self, microbatch: Microbatch, call: Call, *, graph: bool) -> bool:
+        """Whether a call's graph, or else its inputs, can stay on the device that it is on."""
         plan = microbatch.batch.plan
-        has_room = plan is not None and call.position in plan.staying.graphs
-        return Mode.LEND if has_room and self._turns.comes_back(microbatch, call) else Mode.DROP
+        if plan is None or call.position not in (plan.staying.graphs if graph else plan.staying.inputs):
+            return False
+        return self._turns.comes_back(microbatch, call) and not self._footprints.has_grown(call, plan.staying.growth)
 
     def _deliver(self, microbatch: Microbatch, call: Call, run: Run, escaped: Escaped) -> None:
         """Puts what came out of a call besides its output where the caller would find it."""

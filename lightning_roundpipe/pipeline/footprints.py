@@ -119,6 +119,11 @@ class Footprints:
 
     # -- after it --------------------------------------------------------------------------------------------------
 
+    def has_grown(self, call: Call, growth: float) -> bool:
+        """Whether what a call that is to run takes is more than so many times what its layer took in the first batch,
+        by which it was found that there is room."""
+        return self._limit is not None and nbytes(call.arguments.leaves) > growth * self._inputs[call.layer.index]
+
     def memory(self, calls: Sequence[int]) -> Memory | None:
         """What stages of these calls, given by their layers' indices, must fit into, if anything.
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lightning_roundpipe.devices.out_of_memory import Purpose, remedies
 from lightning_roundpipe.pipeline.batch import Microbatch
+from lightning_roundpipe.pipeline.plan import Plan
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.traffic import nbytes
 from lightning_roundpipe.state.parameters import ParameterStore
@@ -28,8 +29,19 @@ def describe(error: BaseException, microbatch: Microbatch, layers: Sequence[Laye
         stage = [layers[index] for index in sorted(together)] or stage
     return (
         f"roundpipe: the device has no memory left for {purpose}. {_needs(stage, microbatch, store)}"
-        f" {remedies(purpose, microbatch.batch.microbatches)}"
+        f" {remedies(purpose, microbatch.batch.microbatches)}{_stays(plan)}"
     )
+
+
+def _stays(plan: Plan | None) -> str:
+    """What need not be on the device."""
+    if plan is None or not (plan.staying.graphs or plan.staying.inputs):
+        return ""
+    if plan.staying.graphs:
+        what, remedy = "graphs", "RoundPipeStrategy(recompute='layer')"
+    else:
+        what, remedy = "inputs", "RoundPipeStrategy(device_memory=...) with a lower limit"
+    return f" Besides, {what} of calls stay there until the backward: {remedy} leaves more room."
 
 
 def _needs(stage: Sequence[Layer], microbatch: Microbatch, store: ParameterStore) -> str:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from math import inf
 from operator import add
 from typing import NamedTuple
 
@@ -23,10 +24,12 @@ class Staying(NamedTuple):
     Attributes:
         graphs: Those whose graph does.
         inputs: Those whose inputs do, for the recompute.
+        growth: How many times as large as it was taken to be a call may be, for something of it to stay.
     """
 
     graphs: frozenset[int] = frozenset()
     inputs: frozenset[int] = frozenset()
+    growth: float = inf
 
 
 NOTHING_STAYS = Staying()
@@ -85,7 +88,8 @@ class Memory:
         """What can stay on devices beside what stages need, of the calls that come back there; see :func:`comes_back`.
 
         On each device, the most graphs for which there is room, for each of them saves a recompute; and then the
-        largest inputs, for each byte that is held need not be copied down and up again.
+        largest inputs, for each byte that is held need not be copied down and up again. Calls may grow as long as all
+        would still fit if everything that a device holds grew likewise.
 
         Args:
             partition: The stages, dealt round-robin.
@@ -104,7 +108,9 @@ class Memory:
 
         graphs = fitting(self.graphs, sorted(back, key=self.graphs.__getitem__)) if self.graphs else frozenset()
         others = [call for call in back if call not in graphs] if self.kept else []
-        return Staying(graphs, fitting(self.kept, sorted(others, key=lambda call: -self.kept[call])))
+        inputs = fitting(self.kept, sorted(others, key=lambda call: -self.kept[call]))
+        held = self.limit - min(room)
+        return Staying(graphs, inputs, self.limit / held if held > 0 else inf)
 
     def balance(
         self,
