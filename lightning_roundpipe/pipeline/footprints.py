@@ -119,7 +119,7 @@ class Footprints:
 
     # -- after it --------------------------------------------------------------------------------------------------
 
-    def has_grown(self, call: Call, growth: float) -> bool:
+    def has_grown(self, call: Call, growth: Cost) -> bool:
         """Whether what a call that is to run takes is more than so many times what its layer took in the first batch,
         by which it was found that there is room."""
         return self._limit is not None and nbytes(call.arguments.leaves) > growth * self._inputs[call.layer.index]

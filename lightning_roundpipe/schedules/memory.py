@@ -29,7 +29,7 @@ class Staying(NamedTuple):
 
     graphs: frozenset[int] = frozenset()
     inputs: frozenset[int] = frozenset()
-    growth: float = inf
+    growth: Cost = inf
 
 
 NOTHING_STAYS = Staying()
