@@ -21,7 +21,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.parameter import UninitializedParameter
 from torch.utils.data import DataLoader
 
 from lightning_roundpipe import microbatch as mb
@@ -31,6 +30,7 @@ from lightning_roundpipe.pipeline.escapes import RecomputeError
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.rng import RandomState, derive_seed, seed_all
 from lightning_roundpipe.pipeline.runtime import Pipeline
+from lightning_roundpipe.refusals import check_module
 from lightning_roundpipe.repeatable import comparable
 from lightning_roundpipe.splitting import count_labels
 from lightning_roundpipe.strategy import RoundPipeStrategy, loss_in
@@ -94,11 +94,7 @@ def verify(
             "With automatic_optimization=False, steps are run as they are, not through the pipeline: there is nothing"
             " to verify."
         )
-    if any(isinstance(parameter, UninitializedParameter) for parameter in module.parameters()):
-        raise MisconfigurationException(
-            f"{type(module).__name__} has lazy layers whose parameters have no shape yet. Call the model once on an"
-            " example before."
-        )
+    check_module(module, simulated=False)
     started = time.perf_counter()
     strategy = _Strategy(**{**options, "background_step": False})
     with ExitStack() as stack:
