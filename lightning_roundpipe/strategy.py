@@ -561,7 +561,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
         if process_wide:  # nor may the optimizer make its state with it
             self.settle_steps()
-        scale = 1.0 / trainer.accumulate_grad_batches
+        scale, steps = 1.0 / trainer.accumulate_grad_batches, pipeline.store.enqueued
         with (
             plugin.train_step_context() if process_wide else nullcontext(),
             logging.recording() if len(pieces) > 1 else logging.passing_on(),
@@ -571,7 +571,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self._batch = pipeline.start_batch(
                 [step_of(index, piece) for index, piece in enumerate(pieces)],
                 weights,
-                lambda: scale * self._loss_scale(),
+                lambda: scale * self._loss_scale(steps),
                 deferred=self._waits_for_backward(module),
                 values_changed=self._may_have_changed(),
                 rounds_gradients=self._rounds_gradients(trainer),
@@ -589,7 +589,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             pipeline.take_own_gradients()
         if self._batch.deferred and self.steps_in_background:
             self._between.begin()  # the user's own backward may use parameters that the batch did not
-        return self._merge_outputs(outputs, self._batch, sizes, weights, scale)
+        return self._merge_outputs(outputs, self._batch, sizes, weights)
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
         """Whether something happens between forward and backward that the backward must not overtake."""
@@ -615,12 +615,12 @@ class RoundPipeStrategy(MultiProcessStrategy):
         return self.microbatches or self._device_count() + 1
 
     def _merge_outputs(
-        self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float], scale: float
+        self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float]
     ) -> STEP_OUTPUT:
         value = mb.merge_losses(batch.losses, weights)
         loss = None
         if value is not None:
-            loss = _BatchLoss.apply(torch.zeros((), requires_grad=True), value, self, batch, scale)
+            loss = _BatchLoss.apply(torch.zeros((), requires_grad=True), value, self, batch)
         if not any(isinstance(output, Mapping) for output in outputs):
             return loss
         extras = [_without_loss(output) for output in outputs if isinstance(output, Mapping)]
@@ -630,15 +630,16 @@ class RoundPipeStrategy(MultiProcessStrategy):
             return None
         return {"loss": loss, **mb.merge_outputs(extras, kept, shares)}
 
-    def _loss_scale(self) -> float:
+    def _loss_scale(self, steps: int) -> float:
+        """After so many steps, which may still change it."""
         plugin = self.precision_plugin
         if getattr(plugin, "scaler", None) is None or not isinstance(plugin, RoundPipePrecision):
             return 1.0
         if self._worker is not None:
-            self._worker.wait_idle()  # the step before may still change the scale
+            self._worker.wait_for(steps)
         return plugin.loss_scale()
 
-    def loss_backward(self, batch: Batch, gradient: Tensor, scale: float) -> None:
+    def loss_backward(self, batch: Batch, gradient: Tensor) -> None:
         """Called when autograd comes to the batch's loss."""
         given = float(gradient)
         if batch.deferred:
@@ -651,7 +652,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 with self._layers_log.passing_on() if self._layers_log is not None else nullcontext():
                     self._wait_backward()
             return
-        expected = scale * self._loss_scale()
+        expected = batch.scale()
         if abs(given - expected) > 1e-6 * abs(expected):
             raise RuntimeError(
                 f"The loss that training_step returned is backpropagated with a factor of {given}, but {expected} was"
@@ -913,10 +914,8 @@ class _BatchLoss(torch.autograd.Function):
     """The batch's loss as Lightning sees it. Its backward is the pipeline's, which is under way or let begin by it."""
 
     @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, value: Tensor, strategy: RoundPipeStrategy, batch: Batch, scale: float
-    ) -> Tensor:
-        ctx.strategy, ctx.batch, ctx.scale = strategy, batch, scale
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, strategy: RoundPipeStrategy, batch: Batch) -> Tensor:
+        ctx.strategy, ctx.batch = strategy, batch
         return value.clone()
 
     @staticmethod
@@ -930,7 +929,7 @@ class _BatchLoss(torch.autograd.Function):
             )
         strategy, batch = ctx.strategy, ctx.batch
         ctx.strategy = ctx.batch = None
-        strategy.loss_backward(batch, gradient, ctx.scale)
+        strategy.loss_backward(batch, gradient)
         return (None, None, None, None, None)
 
 

@@ -4,7 +4,9 @@ precision.
 
 import copy
 import importlib
+import threading
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -26,6 +28,9 @@ from helpers import (
 from lightning.pytorch.plugins import MixedPrecision
 from models import GPT, MLP, SGD, Lit, batches_of, tokens, vectors
 from torch import Tensor, nn
+
+from lightning_roundpipe.pipeline.batch import Batch
+from lightning_roundpipe.strategy import RoundPipeStrategy as Strategy
 
 M = 2
 MODELS = {"mlp": (MLP, vectors), "gpt": (GPT, tokens)}
@@ -329,6 +334,41 @@ def test_scaler_with_staleness() -> None:
         < 5e-3
         < distance(moved(fresh, start), moved(expected, start))
     )
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_batch_does_not_wait_for_its_own_step(monkeypatch: pytest.MonkeyPatch, devices: int) -> None:
+    """Its scale is asked for when a backward begins. That may be late, after the batch's step has been handed in."""
+    handed_in = defaultdict[int, threading.Event](threading.Event)
+    submit, seeds = Strategy.submit_step, Batch.seeds
+
+    def noted(strategy: Strategy, *args: Any) -> None:
+        number = strategy._batch.number
+        submit(strategy, *args)
+        handed_in[number].set()
+
+    def late(batch: Batch, index: int, roots: Any) -> list[Tensor]:
+        if not batch.records and index == M - 1:  # the main thread waits for the first batch's backward, and all losses
+            assert handed_in[batch.number].wait(10)
+        return seeds(batch, index, roots)
+
+    monkeypatch.setattr(Strategy, "submit_step", noted)
+    monkeypatch.setattr(Batch, "seeds", late)
+    strategy, model = RoundPipeStrategy(M, split="step"), make(optimizer=SGD)
+    gives_up = threading.Timer(
+        20, lambda: strategy.pipeline.monitor.fail(TimeoutError("the batch waits for its own step"))
+    )
+    gives_up.start()
+    plugins = [scaled(64.0, growth_interval=1), scaled(64.0, growth_interval=1)]
+    try:
+        fit(model, data(), strategy, devices=devices, plugins=plugins[:1])
+    finally:
+        gives_up.cancel()
+    expected = make(optimizer=SGD)
+    monkeypatch.undo()
+    fit_pipeline(expected, data(), M, devices, run={"plugins": plugins[1:]})
+    assert_equal(weights(model), weights(expected))
+    assert plugins[0].state_dict() == plugins[1].state_dict()
 
 
 def test_lightning_s_fallback_where_the_cpu_has_no_fp16() -> None:

@@ -125,9 +125,16 @@ class OptimizerWorker:
         Raises:
             Cancelled: When one of them cannot be made.
         """
-        wanted = self._store.enqueued
+        self.wait_for(self._store.enqueued)
+
+    def wait_for(self, steps: int) -> None:
+        """Waits for so many steps. A batch's own thread must not wait for all: its own step may be among them.
+
+        Raises:
+            Cancelled: When one of them cannot be made.
+        """
         with self._monitor.lock:
-            self._monitor.wait_for(self._idle, lambda: self._finished >= wanted, self._last_batch)
+            self._monitor.wait_for(self._idle, lambda: self._finished >= steps, self._last_batch)
 
     def has_made(self, steps: int) -> bool:
         """Whether so many of the steps handed in are done."""
