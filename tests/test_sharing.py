@@ -38,6 +38,10 @@ def test_others(x: Tensor) -> None:
     assert all(held) and len(several) == 1
 
 
+def test_sparse_tensors() -> None:
+    assert is_held(torch.eye(3).to_sparse()) and is_held(torch.eye(3).to_sparse_csr())
+
+
 def test_siblings() -> None:
     """Views of the same tensor, which itself nobody holds."""
     base = torch.randn(4, 4)

@@ -17,7 +17,10 @@ def is_shared(tensor: Tensor) -> bool:
 
 
 def is_held(tensor: Tensor) -> bool:
-    """Whether anybody but the caller's one variable may hold the tensor, or another one with the same memory."""
+    """Whether anybody but the caller's one variable may hold the tensor, or another one with the same memory. Of a
+    sparse tensor it is not known who holds its parts."""
+    if tensor.layout != torch.strided:
+        return True
     base = tensor._base
     if base is not None and sys.getrefcount(base) > _references()[0]:
         return True
