@@ -384,7 +384,7 @@ def test_marks_are_collected_on_the_way() -> None:
         train(BATCHES[:4], hardware=simulated())
         few = most
         train(BATCHES * 2, hardware=simulated())
-    assert most <= few + 1
+    assert most < 2 * few, "in six times as many batches; the stages that are found may differ"
 
 
 # --- the table at the start
