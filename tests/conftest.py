@@ -14,6 +14,8 @@ from helpers import SIMULATED
 from hypothesis import settings
 from lightning.fabric.utilities import registry
 
+from lightning_roundpipe.garbage import collect
+
 torch.set_num_threads(1)
 if SIMULATED:  # the CPU has a kernel of its own for attention, which rounds otherwise
     torch.backends.cuda.enable_flash_sdp(False)
@@ -30,7 +32,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def fast_garbage_collection() -> None:
     """What was imported, and what tests before have left in caches, is not looked through in every collection: there
     are so many in a pipeline's life that a test would take twice as long in the end."""
-    gc.collect()
+    collect()  # all: what is garbage now would stay for ever
     gc.freeze()
 
 
