@@ -12,8 +12,7 @@ from functools import cache, partial, wraps
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.library import Library, fallthrough_kernel
+from torch import Tensor, library
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 # One of autocast's keys, so that it is none of a backend; of no other use here.
@@ -22,7 +21,7 @@ _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 KEYS = torch._C.DispatchKeySet(_KEY)
 """The dispatch keys of simulated tensors besides those that torch gives them."""
 
-_libraries: list[Library] = []
+_libraries: list[library.Library] = []
 _known: dict[tuple[Any, ...], dict[int, torch.dtype]] = {}
 """What each argument, by number, is cast to, by the operation, autocast's type and those of all arguments."""
 
@@ -34,14 +33,14 @@ def autocast_as_on_the_host(kind: type[Tensor]) -> None:
     Args:
         kind: The class of simulated tensors.
     """
-    everything = Library("_", "IMPL")
-    everything.fallback(fallthrough_kernel, _KEY.name)
+    everything = library.Library("_", "IMPL")
+    everything.fallback(library.fallthrough_kernel, _KEY.name)
     _libraries.append(everything)
-    by_namespace: dict[str, Library] = {}
+    by_namespace: dict[str, library.Library] = {}
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
         namespace, _, operation = name.partition("::")
         if namespace not in by_namespace:
-            by_namespace[namespace] = Library(namespace, "IMPL")
+            by_namespace[namespace] = library.Library(namespace, "IMPL")
         by_namespace[namespace].impl(operation, partial(_run, kind, _overload(namespace, operation)), _KEY.name)
     _libraries.extend(by_namespace.values())
     for owner, name in ((torch.autocast, "__init__"), (torch, "is_autocast_enabled"), (torch, "get_autocast_dtype")):
