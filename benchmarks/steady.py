@@ -47,6 +47,19 @@ class SlowAdam(torch.optim.Adam):
         return result
 
 
+class Timed(PipelineMonitor):
+    """Takes the time that it itself takes in each step."""
+
+    def __init__(self) -> None:
+        super().__init__(metrics=False)
+        self.seconds: list[float] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        start = time.perf_counter()
+        super().on_train_batch_end(*args)
+        self.seconds.append(time.perf_counter() - start)
+
+
 def measure(
     steps: int = 100,
     width: int = 1024,
@@ -80,6 +93,7 @@ def measure(
     late = statistics.median(seconds[4 * steps // 5 :])
     tenth = min(10, steps - 1)
     ratio, logged, silent = paired_ratio(lambda: monitored(True), lambda: monitored(False), rounds)
+    ours(callbacks=[timed := Timed()])
     SlowAdam.seconds = statistics.median(seconds)
     behind, at_once = (statistics.median(ours(staleness).seconds()) for staleness in (1, 0))
     by = f"a step {1000 * SlowAdam.seconds:.1f} ms"
@@ -104,6 +118,13 @@ def measure(
             target=1.05,
             at_most=True,
             peer=f"{1000 * logged:.1f} ms by {1000 * silent:.1f} ms",
+        ),
+        Row(
+            "the monitor without metrics, share of a step",
+            sum(timed.seconds) / sum(seconds),
+            target=0.01,
+            at_most=True,
+            peer=f"{1e6 * statistics.median(timed.seconds):.0f} us in most steps",
         ),
         Row("new threads after ten steps", max(steady.notes[tenth:]) - steady.notes[tenth], target=0, at_most=True),
         Row(

@@ -356,8 +356,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
             self.settle,
         )
         check_optimizers(module, self.optimizers, staleness=self.staleness, processes=self.world_size)
-        check_module(module, simulated=self.devices is not None)
-        simulated = any(device.type == "meta" for device in self._hardware)
+        simulated = self.devices is not None
+        check_module(module, simulated=simulated)
         mixed = isinstance(self.precision_plugin, MixedPrecision)
         need, available = host_need(module, self.optimizers, mixed=mixed, staleness=self.staleness), available_memory()
         check_fits(need, available, staleness=self.staleness, halves=_holds_full_precision(module))

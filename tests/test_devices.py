@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from helpers import RoundPipeStrategy, assert_equal, fit, fit_microbatches, one_layer_a_stage, result
+from helpers import RoundPipeStrategy, assert_equal, break_for, fit, fit_microbatches, one_layer_a_stage, result
 from models import Lit
 from torch import Tensor, nn
 
@@ -379,13 +379,7 @@ def test_an_input_that_is_read_too_early(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_download_before_its_tensor_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    wait = SimulatedStream.wait_event
-
-    def wait_but_for_computing(self: SimulatedStream, event: SimulatedEvent) -> None:
-        if not self.name.startswith("the download"):
-            wait(self, event)
-
-    monkeypatch.setattr(SimulatedStream, "wait_event", wait_but_for_computing)
+    break_for(monkeypatch, SimulatedStream, "wait_event", "the download")
     assert re.search("reads, on the download stream .* what the default stream .* may not have written", fails())
 
 

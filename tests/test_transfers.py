@@ -13,7 +13,7 @@ import pytest
 import test_exactness as exactness
 import test_habits as habits
 import torch
-from helpers import RoundPipeStrategy, assert_equal, fit, fit_microbatches, one_layer_a_stage, result
+from helpers import RoundPipeStrategy, assert_equal, break_for, fit, fit_microbatches, one_layer_a_stage, result
 from hypothesis import given
 from hypothesis import strategies as st
 from models import UNet, batches_of, images
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import (
     AcceleratorDevice,
     SimulatedDevice,
-    SimulatedEvent,
     SimulatedStream,
     StreamOrderError,
     accelerator,
@@ -266,26 +265,14 @@ def test_a_copy_that_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_copy_of_what_is_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     one_layer_a_stage(monkeypatch)
-    wait = SimulatedStream.wait_event
-
-    def wait_but_for_computing(self: SimulatedStream, event: SimulatedEvent) -> None:
-        if not self.name.startswith("the stream to others"):
-            wait(self, event)
-
-    monkeypatch.setattr(SimulatedStream, "wait_event", wait_but_for_computing)
+    break_for(monkeypatch, SimulatedStream, "wait_event", "the stream to others")
     assert re.search("reads, on the stream to others .* what the default stream .* may not have written", fails())
 
 
 def test_memory_that_is_used_again_before_it_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes to another device is let go of at once; the allocator must know of the copy."""
     one_layer_a_stage(monkeypatch)
-    used_by = accelerator._used_by
-
-    def not_by_the_copy(stream: SimulatedStream, tensor: Tensor) -> None:
-        if not stream.name.startswith("the stream to others"):
-            used_by(stream, tensor)
-
-    monkeypatch.setattr(accelerator, "_used_by", not_by_the_copy)
+    break_for(monkeypatch, accelerator, "_used_by", "the stream to others")
     assert re.search("of meta:. was freed while the stream to others .* may still use it", fails())
 
 

@@ -138,14 +138,10 @@ class AcceleratorDevice(Device):
         self._slots = [self._slots[1], {}]
 
     def begin_gradients(self) -> None:
-        self._wait_for(self._gradients_before)
+        self.compute_after(self._gradients_before)
 
     def compute_after(self, event: Event) -> None:
-        """What it is given from now on comes after the event: something that is changed by it is read before, say."""
-        self._wait_for(event)
-
-    def _wait_for(self, event: Event) -> None:
-        """Computing goes on after the event."""
+        """Computing goes on after the event: what it changes in place is read before, say."""
         self._stopwatch.leave_out(partial(self._compute.wait_event, event))
 
     def outlasting(self, tensors: Iterable[Any]) -> None:
@@ -201,7 +197,7 @@ class AcceleratorDevice(Device):
         if not self._comes_across(tensor):
             return self._bring_up(self._kept(tensor))
         there = self._bring_across(tensor)
-        self._peers[tensor.device]._wait_for(self._incoming.record_event())  # it may be changed in place
+        self._peers[tensor.device].compute_after(self._incoming.record_event())  # it may be changed in place
         return there
 
     def _comes_across(self, tensor: Tensor) -> bool:
@@ -238,7 +234,7 @@ class AcceleratorDevice(Device):
 
     def _wait_for_upload(self, event: Event) -> None:
         with self._waits.measured() if self._waits is not None else nullcontext():
-            self._wait_for(event)
+            self.compute_after(event)
 
     def send(self, tensor: Tensor, place: torch.device) -> Tensor:
         peer = self._peers.get(place)
@@ -277,14 +273,14 @@ class AcceleratorDevice(Device):
         place."""
         down = self.bring_down(tensor)
         if (peer := self._peers.get(tensor.device)) is not None and (event := arrival(down)) is not None:
-            peer._wait_for(event)
+            peer.compute_after(event)
         return down
 
     def release_inputs(self, kept: Iterable[Any]) -> None:
         for tensor in kept:
             if isinstance(tensor, Tensor) and (event := arrival(tensor)) is not None:
                 for peer in self._peers.values():
-                    peer._wait_for(event)
+                    peer.compute_after(event)
 
     def host_memory(self, like: Tensor, dtype: torch.dtype) -> Tensor:
         return self.pinning.memory(

@@ -73,13 +73,15 @@ class Planning:
             alone: Whether a step makes no others, of which something would stay on devices at the same time.
         """
         memory = self._memory(calls)
-        plan: Plan | None = None
-        for _ in range(2 if self._graphs_stay else 1):  # what turns out to have no room is recomputed, which takes time
-            forward, backward, kept = self._costs(calls, plan)
+
+        def balanced(before: Plan | None) -> Plan:
+            forward, backward, kept = self._costs(calls, before)
             partition = self._scheduler.partition(forward, backward, fused=fused, memory=memory, kept=kept)
-            plan = self._plan(calls, partition, self._scheduler.lanes, memory, alone=alone)
-        assert plan is not None
-        return plan
+            return self._plan(calls, partition, self._scheduler.lanes, memory, alone=alone)
+
+        plan = balanced(None)
+        # What turns out to have no room is recomputed, which takes time.
+        return balanced(plan) if self._graphs_stay else plan
 
     def _costs(self, calls: Sequence[int], plan: Plan | None) -> tuple[list[float], list[float], list[bool]]:
         """Seconds of each call's forward and backward, and whether its graph is kept, so that the latter has no
