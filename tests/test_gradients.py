@@ -3,8 +3,9 @@
 import itertools
 import random
 import threading
+import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -257,23 +258,132 @@ def test_a_shared_parameter_has_one_sum() -> None:
     assert torch.equal(sums.gradients.get(shared.weight), parts[0] + parts[1])
 
 
-def test_what_the_optimizer_still_reads_is_not_written(sums: Sums) -> None:
-    """The gradients of a batch that was begun after a step was handed in wait for that step."""
-    parts = values(2)
-    before = sums.gradients.begin_batch(1)
-    before.add(0, sums.first, parts[0])
-    sums.finish(before, 0)
-    sums.store.enqueued = 1
-    after = sums.gradients.begin_batch(1)
-    after.add(0, sums.first, parts[1])
+def windows(sums: Sums, parts: list[Tensor]) -> Iterator[BatchGradients]:
+    """Batches of one microbatch, after each of which a step is handed in."""
+    for part in parts:
+        batch = sums.gradients.begin_batch(1)
+        batch.add(0, sums.first, part)
+        sums.store.enqueued += 1
+        yield batch
+
+
+def step(sums: Sums) -> None:
+    """What the optimizer's worker does when it has read the sums."""
+    for unit in sums.store.units:
+        sums.gradients.clear(unit)
+        sums.store.publish(unit)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_what_a_step_is_to_read_is_set_aside(sums: Sums, rounds: bool) -> None:
+    """The next batch need not wait for the step, which starts when the whole batch before it has gone through."""
+    if rounds:
+        sums.store.travel_in_half({sums.first: torch.bfloat16})
+    parts = [part.bfloat16().float() for part in values(2)]
+    for part in parts:
+        batch = sums.gradients.begin_batch(1, rounds=rounds)
+        batch.add(0, sums.first, part)
+        sums.finish(batch, 0)
+        sums.store.enqueued += 1
+    for part in parts:
+        assert sums.gradients.is_rounded(sums.first) == rounds
+        assert torch.equal(sums.gradients.get(sums.first), part)
+        step(sums)
+    assert sums.gradients.get(sums.first) is None
+
+
+def test_only_one_window_is_set_aside(sums: Sums) -> None:
+    parts = values(3)
+    first, second, third = windows(sums, parts)
+    sums.finish(first, 0)
+    sums.finish(second, 0)
     with ThreadPoolExecutor(1) as pool:
-        done = pool.submit(sums.finish, after, 0)
+        done = pool.submit(sums.finish, third, 0)
         assert torch.equal(sums.gradients.get(sums.first), parts[0])
-        for unit in sums.store.units:
-            sums.gradients.clear(unit)
-            sums.store.publish(unit)
+        assert not third.complete
+        step(sums)
         done.result(SECONDS)
+    for part in parts[1:]:
+        assert torch.equal(sums.gradients.get(sums.first), part)
+        step(sums)
+
+
+def test_a_window_of_several_batches_begins_once(sums: Sums) -> None:
+    parts = values(3)
+    (before,) = windows(sums, parts[:1])
+    sums.finish(before, 0)
+    for part in parts[1:]:
+        batch = sums.gradients.begin_batch(1)
+        batch.add(0, sums.first, part)
+        sums.finish(batch, 0)
+    for expected in (parts[0], summed(parts[1:])):
+        assert torch.equal(sums.gradients.get(sums.first), expected)
+        step(sums)
+
+
+def test_a_step_that_needs_all_gradients_takes_those_set_aside(sums: Sums) -> None:
+    parts = values(2)
+    for batch in windows(sums, parts):
+        sums.finish(batch, 0)
+    read = sums.gradients.get(sums.first)
+    taken = sums.gradients.take(sums.store.units)
+    assert [each.data_ptr() for each in taken] == [read.data_ptr()]
+    assert torch.equal(read, parts[0])
     assert torch.equal(sums.gradients.get(sums.first), parts[1])
+
+
+def test_dropping_a_window_leaves_what_a_step_is_to_read(sums: Sums) -> None:
+    parts = values(2)
+    for batch in windows(sums, parts):
+        sums.finish(batch, 0)
+    for unit in sums.store.units:
+        sums.gradients.hand_over(unit)
+    assert torch.equal(sums.gradients.get(sums.first), parts[0])
+    step(sums)
+    assert sums.gradients.get(sums.first) is None
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_steps_beside_the_next_batch_read_their_own_sums(seed: int) -> None:
+    """A step of every batch, each at most one behind, with random delays everywhere."""
+    chance, batches = random.Random(seed), 20
+    delays = [[chance.choice((0, 0, 1e-4, 1e-3)) for _ in range(2 * MICROBATCHES + 4)] for _ in range(batches)]
+    sums, parts = Sums(), values(batches * MICROBATCHES)
+    read: list[list[Tensor]] = []
+
+    def step_each(batch: BatchGradients, delay: list[float]) -> None:
+        batch.wait_complete()
+        found = []
+        for unit in reversed(sums.store.units):
+            time.sleep(delay[0])
+            found.append(sums.gradients.get(unit.parameters[0]).clone())
+            time.sleep(delay[1])
+            found.append(sums.gradients.get(unit.parameters[0]).clone())
+            sums.gradients.clear(unit)
+            time.sleep(delay[2])
+            sums.store.publish(unit)
+        read.append(found)
+
+    def run(batch: BatchGradients, number: int, microbatch: int, delay: float) -> None:
+        for unit in reversed(sums.store.units):
+            time.sleep(delay)
+            batch.add(microbatch, unit.parameters[0], parts[number * MICROBATCHES + microbatch])
+            batch.finish(microbatch, unit)
+
+    with ThreadPoolExecutor(2 * MICROBATCHES) as threads, ThreadPoolExecutor(1) as worker:
+        steps: list[Future[None]] = []
+        for number, delay in enumerate(delays):
+            if number >= 2:
+                steps[number - 2].result(SECONDS)  # staleness 1
+            batch = sums.gradients.begin_batch(MICROBATCHES)
+            running = [threads.submit(run, batch, number, i, delay[4 + i]) for i in range(MICROBATCHES)]
+            sums.store.enqueued += 1
+            steps.append(worker.submit(step_each, batch, delay))
+        for future in (*running, *steps):
+            future.result(SECONDS)
+    for number, found in enumerate(read):
+        expected = summed(parts[number * MICROBATCHES : (number + 1) * MICROBATCHES])
+        assert len(found) == 4 and all(torch.equal(each, expected) for each in found), number
 
 
 def test_a_batch_is_added_up_in_full_precision_and_rounded_once(sums: Sums) -> None:

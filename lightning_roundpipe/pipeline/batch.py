@@ -242,8 +242,10 @@ class Batch:
         """Whether no optimizer step can have been pending when the batch began."""
         self.used_outside: set[int] = set()
         """Parameters, by id, that the code between layers used."""
-        self.moved: set[tuple[int, int, str, int]] = set()
-        """Layers' parameters and gradients that have travelled; see :mod:`traffic`."""
+        self.uploaded: dict[tuple[int, int], set[int]] = {}
+        """By stage, the layers whose parameters have travelled; see :mod:`traffic`."""
+        self.downloaded: dict[tuple[int, int], set[int]] = {}
+        """By stage, the parameters, by id, whose gradients have."""
         self._callers: dict[int, tuple[int, int]] = {}
         """The last microbatch that has called a layer, and how many do at the moment."""
         self._forwards_left = self.microbatches

@@ -135,9 +135,10 @@ class LayerCalls(CallOwner):
                 self._turns.leave_forward(microbatch, call)
             self._handover.take(microbatch, place)
             microbatch.where = ""
-            for parameter, leaf, version in zip(layer.parameters, leaves, versions, strict=True):
-                if leaf._version != version:
-                    self._stand_ins.touched(microbatch, parameter, leaf, True)
+            if (now := [leaf._version for leaf in leaves]) != versions:
+                for parameter, leaf, before, after in zip(layer.parameters, leaves, versions, now, strict=True):
+                    if after != before:
+                        self._stand_ins.touched(microbatch, parameter, leaf, True)
             microbatch.norm_statistics += run.norm_statistics
             escaped = call.link(run, self, microbatch.token)
             self._note_foreign_parameters(microbatch, call)

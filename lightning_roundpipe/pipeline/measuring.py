@@ -4,7 +4,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 
 from lightning_roundpipe.devices import Device, Stopwatch
 
@@ -12,22 +13,26 @@ Note = Callable[[float, float], None]
 """Told of each span of time that is counted, when it is over: its start and its end, by the host's clock."""
 
 _CALLS_AVERAGED = 50
-_CALLS_TRUSTED = 5
+_FIRST_CALLS = 5
 _AT_MOST = 2.0
 """After the first calls, none counts for more than so many times the average: it was interrupted by other processes."""
 
 
 @dataclass(slots=True)
 class Costs:
-    """Measured seconds per layer: a moving average over its calls, the first batch left out."""
+    """Measured seconds per layer, the first batch left out: the median of its first calls, then a moving average."""
 
     mean: float = 0.0
     calls: int = 0
+    _first: list[float] = field(default_factory=list)
 
     def add(self, seconds: float) -> None:
         self.calls += 1
-        if self.calls > _CALLS_TRUSTED:
-            seconds = min(seconds, _AT_MOST * self.mean)
+        if self.calls <= _FIRST_CALLS:
+            self._first.append(seconds)
+            self.mean = median(self._first)
+            return
+        seconds = min(seconds, _AT_MOST * self.mean)
         self.mean += (seconds - self.mean) / min(self.calls, _CALLS_AVERAGED)
 
 
@@ -39,44 +44,43 @@ class DeviceUse:
     calls: int = 0
 
 
-@dataclass(slots=True)
-class _Measurement:
-    """How long something took on a device, which is known when the device has done it.
+class _Timed:
+    """Measures what is done within it.
 
-    Attributes:
-        stopwatch: It has been stopped.
-        use: Of the device.
-        costs: Of a call, or None where it was none.
+    Args:
+        measured: Takes it.
+        device: Where it is done.
+        costs: Of a call, or None where it is none.
         besides: Seconds that count for the costs, too.
+        note: Told of it.
     """
 
+    __slots__ = ("_besides", "_costs", "_measured", "_note", "device", "stopwatch")
+
     stopwatch: Stopwatch
-    use: DeviceUse
-    costs: Costs | None
-    besides: float
 
-    def count(self, seconds: float) -> None:
-        self.use.busy_seconds += seconds
-        if self.costs is not None:
-            self.use.calls += 1
-            self.costs.add(max(seconds + self.besides, 0.0))
-
-
-class _Timed:
     def __init__(
         self, measured: "Measured", device: int, costs: Costs | None, besides: float, note: Note | None
     ) -> None:
-        self._measured, self._device, self._costs, self._besides = measured, device, costs, besides
-        self._note = note
+        self.device = device
+        self._measured, self._costs, self._besides, self._note = measured, costs, besides, note
 
     def __enter__(self) -> None:
-        self._stopwatch = self._measured.devices[self._device].stopwatch()
+        self.stopwatch = self._measured.devices[self.device].stopwatch()
 
     def __exit__(self, *exc: object) -> None:
-        self._stopwatch.stop()
-        self._measured.take(self._device, self._stopwatch, self._costs, self._besides)
+        self.stopwatch.stop()
+        self._measured.take(self)
         if self._note is not None:
-            self._note(self._stopwatch.started, self._stopwatch.stopped)
+            self._note(self.stopwatch.started, self.stopwatch.stopped)
+
+    def count(self, seconds: float) -> None:
+        """The device has done it, and that took so long."""
+        use = self._measured.use[self.device]
+        use.busy_seconds += seconds
+        if self._costs is not None:
+            use.calls += 1
+            self._costs.add(max(seconds + self._besides, 0.0))
 
 
 class Measured:
@@ -97,7 +101,7 @@ class Measured:
         self.backward = [Costs() for _ in range(layers)]
         self.use = [DeviceUse() for _ in devices]
         self._lock = threading.Lock()
-        self._pending: list[deque[_Measurement]] = [deque() for _ in devices]
+        self._pending: list[deque[_Timed]] = [deque() for _ in devices]
         """What devices were given, and may not have done yet, in its order."""
 
     def forward_call(self, device: int, layer: int, note: Note | None = None) -> AbstractContextManager[None]:
@@ -117,11 +121,11 @@ class Measured:
         """Measures other work of a device."""
         return _Timed(self, device, None, 0.0, note)
 
-    def take(self, device: int, stopwatch: Stopwatch, costs: Costs | None, besides: float) -> None:
-        """Takes what was measured on a device."""
+    def take(self, timed: _Timed) -> None:
+        """Takes what was measured on a device, which may not have done it yet."""
         with self._lock:
-            self._pending[device].append(_Measurement(stopwatch, self.use[device], costs, besides))
-            self._count(self._pending[device])
+            self._pending[timed.device].append(timed)
+            self._count(self._pending[timed.device])
 
     def settle(self) -> None:
         """Counts all that is known by now."""
@@ -129,7 +133,7 @@ class Measured:
             for pending in self._pending:
                 self._count(pending)
 
-    def _count(self, pending: deque[_Measurement]) -> None:
+    def _count(self, pending: deque[_Timed]) -> None:
         while pending and (seconds := pending[0].stopwatch.seconds()) is not None:
             pending.popleft().count(seconds)
 
@@ -137,7 +141,8 @@ class Measured:
         """Seconds of each call's forward, and of its backward including the recompute, if there is one."""
         self.settle()
         forward = [self.forward[i].mean for i in calls]
-        return forward, [self.backward[i].mean or (2 + self.recomputes(i)) * self.forward[i].mean for i in calls]
+        backward = [self.backward[i].mean or (2 + self.recomputes(i)) * self.forward[i].mean for i in calls]
+        return forward, backward
 
     def forget_costs(self) -> None:
         """After the first batch: whatever happens for the first time is slow, so only what comes now counts."""

@@ -463,6 +463,8 @@ class Replica:
         self._held: set[int] = set()
         self._references_at_first = self._references = self._count_references()
         """How many hold each shell, and how many do when a call begins."""
+        self.is_untouched = False
+        """Whether a call has ended that has set nothing on the shells, and made nothing that holds one of them."""
         self.hook_calls: list[HookCall] = []
         self.norm_statistics: list[NormStatistics] = []
 
@@ -492,6 +494,7 @@ class Replica:
         """
         layer = self.layer
         self._code = code
+        self.is_untouched = False
         norms = layer.norms(training=True) if merge_norm_statistics else _NONE
         special = bool(copies or holding or norms) or self._is_special(state)
         is_loaded = not special and state is self._state
@@ -558,14 +561,14 @@ class Replica:
     def can_be_reused(self) -> bool:
         """After its release. Compiled code, which may hold it for good, has no other business with it."""
         compiled = self._code is not None or bool(self._compiled_inside)
-        return not self.watched and (compiled or not self.is_held())
+        return not self.watched and (compiled or self.is_untouched or not self.is_held())
 
     def _count_references(self) -> list[int]:
         return list(map(sys.getrefcount, self.shells))
 
     def release(self) -> None:
         """Drops what belongs to the call: a shell in waiting keeps no tensors alive."""
-        if self._state is None or not self._original.same([shell.__dict__ for shell in self.shells]):
+        if self._state is None or not (self.is_untouched or self._is_as_loaded()):
             self._state = None
             self._original = Items(())
             for shell in self.shells:
@@ -603,15 +606,18 @@ class Replica:
 
     def attribute_changes(self) -> list[tuple[int, str, Any]]:
         """What the call set on the modules: (module index, attribute, value)."""
-        present = [shell.__dict__ for shell in self.shells]
-        if self._original.same(present):
+        if self._is_as_loaded():
+            self.is_untouched = not self.is_held()
             return []
         return [
             (i, key, self._outside(value))
-            for i, (before, now) in enumerate(zip(self._original.dicts(), present, strict=True))
-            for key, value in now.items()
+            for i, (before, shell) in enumerate(zip(self._original.dicts(), self.shells, strict=True))
+            for key, value in shell.__dict__.items()
             if (key not in before or before[key] is not value) and key not in _TENSOR_DICTS
         ]
+
+    def _is_as_loaded(self) -> bool:
+        return self._original.same([shell.__dict__ for shell in self.shells])
 
     def held_gradients(self) -> list[Tensor]:
         """The tensors with gradients that the call has put into lists, dicts or objects of the modules'."""

@@ -63,6 +63,37 @@ class Call:
         record: Warm-up: find out the layer's traits.
     """
 
+    # What most calls never set is the class's: a call is made for each layer of each microbatch.
+    seed: int | None = None
+    random_state: RandomState | None = None
+    device_random_state: Tensor | None = None
+    merge_norm_statistics = False
+    compiled: CompiledKind | None = None
+    kept: Graph | None = None
+    """Of the run that is not repeated."""
+    deferred: DeferredWeights | None = None
+    """Collects weight gradients that the backward leaves for later."""
+    leaf_count = 0
+    done = False
+    fingerprints: list[Fingerprint] | None = None
+    position: int | None = None
+    stays = False
+    """Whether its inputs are kept where it runs, and not in host memory."""
+    _lent: LentParameters | None = None
+    """Those of that graph, where it outlasts its stage on a device with memory of its own."""
+    _incomplete: Graph | None = None
+    """Of the first run, where only what is missing in it is computed again."""
+    _missing: MissingTensors | None = None
+    _parameter_kinds: Sequence[tuple[torch.dtype, torch.Size]] = ()
+    _half: dict[int, torch.dtype] | None = None
+    _watch: CastWatch | None = None
+    """Of the first run, while it lasts."""
+    _replica: Replica | None = None
+    """In use until the backward is done: a checkpoint inside the layer runs its modules once more."""
+    _buffers: list[dict[str, Tensor | None]] | None = None
+    _state_versions: Sequence[tuple[int, int]] = ()
+    _norms_aside: frozenset[int] = frozenset()
+
     def __init__(
         self,
         layer: Layer,
@@ -85,45 +116,16 @@ class Call:
         """Whether the layer has not shown yet what it changes, so that copies are made of everything."""
         self.autocast = AutocastState()
         self.context = contextvars.copy_context()
-        self.seed: int | None = None
-        self.random_state: RandomState | None = None
-        self.device_random_state: Tensor | None = None
-        self.merge_norm_statistics = False
-        self.compiled: CompiledKind | None = None
-        self._parameter_kinds: list[tuple[torch.dtype, torch.Size]] = []
         self.gradient_inputs: list[int] = []
         self.input_devices: list[torch.device] = []
-        self.kept: Graph | None = None
-        """Of the run that is not repeated."""
-        self._lent: LentParameters | None = None
-        """Those of that graph, where it outlasts its stage on a device with memory of its own."""
-        self._incomplete: Graph | None = None
-        """Of the first run, where only what is missing in it is computed again."""
-        self._missing: MissingTensors | None = None
         self.differentiable: list[int] = []
-        self.deferred: DeferredWeights | None = None
-        """Collects weight gradients that the backward leaves for later."""
         self.deferred_gradients: list[tuple[Tensor, Tensor]] = []
-        self.leaf_count = 0
         self.reached: list[nn.Parameter] = []
         """Parameters that the outputs depend on and that are not the layer's, nor arguments."""
-        self.done = False
-        self.fingerprints: list[Fingerprint] | None = None
-        self.position: int | None = None
-        self.stays = False
-        """Whether its inputs are kept where it runs, and not in host memory."""
-        self._half: dict[int, torch.dtype] | None = None
-        self._watch: CastWatch | None = None
-        """Of the first run, while it lasts."""
-        self._saved: list[Any] = []
-        self._replica: Replica | None = None
-        """In use until the backward is done: a checkpoint inside the layer runs its modules once more."""
-        self._buffers: list[dict[str, Tensor | None]] | None = None
-        self._copies: dict[tuple[int, str], Any] = {}
         self.has_state = layer.has_buffers or bool(state.tensors) or bool(state.containers) or bool(state.holding)
         """Whether there is anything that the call might write."""
-        self._state_versions: list[tuple[int, int]] = []
-        self._norms_aside: frozenset[int] = frozenset()
+        self._saved: list[Any] = []
+        self._copies: dict[tuple[int, str], Any] = {}
         self._versions: list[tuple[int, Tensor, int]] = []
         self._aliases: list[tuple[Tensor, int]] = []
 
@@ -744,7 +746,7 @@ class Call:
             others = (hook_calls, replica.attribute_changes(), built.changes(), changed_inputs, held)
             escaped = (output, *others) if any(others) else (output,)
             structure = Structure(escaped, built.originals())
-            is_plain = not any(others) and not replica.is_held()
+            is_plain = not any(others) and replica.is_untouched
             return Run(structure, built, edges, replica, inputs, changed, held, there.parameters, is_plain)
 
     def _saving(self, mode: str, *, first: bool) -> AbstractContextManager[Any]:

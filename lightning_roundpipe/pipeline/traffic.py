@@ -27,7 +27,7 @@ def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str,
         enters: Whether it is the microbatch's first call in a stage.
     """
     traffic = device.traffic
-    if _first(microbatch, ("up", call.layer.index)):
+    if _first(microbatch, call.layer.index):
         traffic.parameters_up += nbytes(call.parameters)
     drops = mode == Mode.DROP and not call.stays
     if enters or drops:
@@ -42,7 +42,7 @@ def count_forward(device: Device, microbatch: Microbatch, call: Call, mode: str,
 
 def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
     """Before a call's backward: it takes its parameters up, and for a recompute its inputs."""
-    if _first(microbatch, ("up", call.layer.index)):
+    if _first(microbatch, call.layer.index):
         device.traffic.parameters_up += nbytes(call.parameters)
     if not call.stays:
         device.traffic.activations_up += nbytes(call.saved_inputs)  # none where the graph was kept
@@ -50,10 +50,10 @@ def count_backward(device: Device, microbatch: Microbatch, call: Call) -> None:
 
 def count_gradients(device: Device, microbatch: Microbatch, found: Iterable[tuple[Tensor, Tensor]]) -> None:
     """After a call's backward: its (parameter, gradient) pairs, summed on the device in the parameters' precision."""
-    place, moved = _place(microbatch), microbatch.batch.moved
+    downloaded = microbatch.batch.downloaded.setdefault(_place(microbatch), set())
     for parameter, gradient in found:
-        if (key := (*place, "down", id(parameter))) not in moved:
-            moved.add(key)
+        if id(parameter) not in downloaded:
+            downloaded.add(id(parameter))
             device.traffic.gradients_down += _size(parameter if gradient.layout == torch.strided else gradient)
 
 
@@ -68,12 +68,12 @@ def _size(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _first(microbatch: Microbatch, what: tuple[str, int]) -> bool:
-    """Whether this has not been moved yet in the microbatch's present stage."""
-    key, moved = (*_place(microbatch), *what), microbatch.batch.moved
-    if key in moved:
+def _first(microbatch: Microbatch, layer: int) -> bool:
+    """Whether a layer's parameters have not been moved yet in the microbatch's present stage."""
+    uploaded = microbatch.batch.uploaded.setdefault(_place(microbatch), set())
+    if layer in uploaded:
         return False
-    moved.add(key)
+    uploaded.add(layer)
     return True
 
 

@@ -5,7 +5,7 @@ first (last use first), then the microbatches in turn, batch after batch until t
 """
 
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -74,8 +74,11 @@ class _Memory:
 
 
 class _Sum:
-    """The gradients of one unit, summed over batches. A sum of several is in the master's precision, until it is
-    rounded; what is alone stays as it came.
+    """The gradients of one unit, summed over the batches of a window (those between two optimizer steps). A sum of
+    several is in the master's precision, until it is rounded; what is alone stays as it came.
+
+    With staleness 1 a window may begin before the step of the one before it, which starts when the whole batch has gone
+    through its backward. The sums that this step is to read are then set aside.
     """
 
     def __init__(self, unit: Unit, memory: _Memory) -> None:
@@ -84,16 +87,58 @@ class _Sum:
         """For each parameter the sum, or None if nothing contributed."""
         self.batches = 0
         """Number of batches that are complete for this unit. Guarded by the monitor's lock."""
-        self.taken = 0
-        """Number of the last optimizer step that took the sums with their memory. Guarded by the monitor's lock."""
+        self._window = 0
+        """How many steps had been handed in before what is being added up."""
+        self._aside: list[Tensor | None] | None = None
+        """The sums of the window before it, as long as its step has not read them. Guarded by ``_lock``."""
+        self._taken = 0
+        """Number of the last optimizer step that has read its sums. Guarded by ``_lock``."""
+        self._lock = threading.Lock()
         self._arrivals: dict[int, Event] = {}
         """For those that a device brings down, when they are there."""
         self._memory = memory
 
+    def can_begin(self, steps: int) -> bool:
+        """Whether the window after so many steps has begun, or can."""
+        return self._window == steps or self._aside is None or self._has_been_read(steps)
+
+    def begin(self, steps: int) -> None:
+        """Begins the window after so many steps, if it has not begun. What a step is still to read is set aside."""
+        if self._window == steps:
+            return
+        with self._lock:
+            if not self._has_been_read(steps):
+                self._aside = self._start_anew()
+        self._window = steps
+
+    def _has_been_read(self, steps: int) -> bool:
+        return self.unit.done >= steps or self._taken >= steps
+
+    def read(self, index: int) -> Tensor | None:
+        """For the next optimizer step: the sum in the master's precision."""
+        with self._lock:
+            return self._full(self._of_step(), index)
+
+    def is_rounded(self, index: int) -> bool:
+        """For the next optimizer step: whether the sum is kept in half precision."""
+        with self._lock:
+            present = self._of_step()[index]
+            return present is not None and present.dtype != self.unit.parameters[index].dtype
+
+    def take(self) -> list[Tensor | None]:
+        """Hands the sums over to the next optimizer step, or to what gives their memory back after it."""
+        with self._lock:
+            taken, self._aside = self._aside, None
+            self._taken = self.unit.done + 1
+            return self._start_anew() if taken is None else taken
+
+    def _of_step(self) -> list[Tensor | None]:
+        return self.gradients if self._aside is None else self._aside
+
     def bring_down(self, index: int, gradient: Tensor, device: AcceleratorDevice) -> None:
         """Adds what is on a device. Nobody waits until it is there."""
         if self.gradients[index] is not None:
-            self.add(index, device.to_host(gradient))
+            self.add({index: device.to_host(gradient)})
             return
         memory = self.gradients[index] = self._memory.take(self.unit.parameters[index], gradient.dtype)
         self._arrivals[index] = device.bring_gradient_down(gradient, memory)
@@ -108,24 +153,40 @@ class _Sum:
         if (event := self._arrivals.pop(index, None)) is not None:
             event.synchronize()
 
-    def add(self, index: int, gradient: Tensor) -> None:
-        parameter = self.unit.parameters[index]
-        present = self.full(index)
-        if present is not None:
-            self.gradients[index] = add(present, gradient) if present.is_sparse else present.add_(gradient)
-        elif gradient.is_sparse:
-            self.gradients[index] = gradient.to(parameter.dtype)
-        else:
-            half = gradient.dtype in (torch.bfloat16, torch.float16)
-            dtype = gradient.dtype if half else parameter.dtype
-            self.gradients[index] = self._memory.take(parameter, dtype).copy_(gradient)
+    def add(self, gradients: Mapping[int, Tensor]) -> None:
+        """Adds gradients, by the parameter's number in the unit."""
+        added: list[tuple[Tensor, Tensor]] = []
+        copied: list[tuple[Tensor, Tensor]] = []
+        for index, gradient in gradients.items():
+            parameter = self.unit.parameters[index]
+            present = self.full(index)
+            if present is None and gradient.is_sparse:
+                self.gradients[index] = gradient.to(parameter.dtype)
+            elif present is None:
+                half = gradient.dtype in (torch.bfloat16, torch.float16)
+                memory = self._memory.take(parameter, gradient.dtype if half else parameter.dtype)
+                self.gradients[index] = memory
+                copied.append((memory, gradient))
+            elif present.is_sparse or gradient.is_sparse:
+                self.gradients[index] = add(present, gradient) if present.is_sparse else present.add_(gradient)
+            else:
+                added.append((present, gradient))
+        # All at once, which is the same, and asks for the interpreter once.
+        if copied:
+            torch._foreach_copy_([memory for memory, _ in copied], [gradient for _, gradient in copied])
+        if added:
+            torch._foreach_add_([present for present, _ in added], [gradient for _, gradient in added])
 
     def full(self, index: int) -> Tensor | None:
         """The sum in the master's precision."""
-        self.wait_arrival(index)
-        present = self.gradients[index]
+        return self._full(self.gradients, index)
+
+    def _full(self, gradients: list[Tensor | None], index: int) -> Tensor | None:
+        if gradients is self.gradients:
+            self.wait_arrival(index)
+        present = gradients[index]
         if present is not None and present.dtype != self.unit.parameters[index].dtype:
-            rounded, present = present, self._convert(index, self.unit.parameters[index].dtype)
+            rounded, present = present, self._convert(gradients, index, self.unit.parameters[index].dtype)
             self._memory.give_back(rounded)
         return present
 
@@ -135,25 +196,25 @@ class _Sum:
         present = self.gradients[index]
         if present is not None and not present.is_sparse and present.dtype != dtype:
             self.wait_arrival(index)
-            self._convert(index, dtype)
+            self._convert(self.gradients, index, dtype)
             self._memory.give_back(present)
 
-    def _convert(self, index: int, dtype: torch.dtype) -> Tensor:
-        present = self.gradients[index]
+    def _convert(self, gradients: list[Tensor | None], index: int, dtype: torch.dtype) -> Tensor:
+        present = gradients[index]
         assert present is not None
-        converted = self.gradients[index] = self._memory.take(self.unit.parameters[index], dtype).copy_(present)
+        converted = gradients[index] = self._memory.take(self.unit.parameters[index], dtype).copy_(present)
         return converted
 
     def hand_over(self) -> list[Tensor | None]:
-        """Starts anew, in other memory."""
+        """Starts the window anew, in other memory."""
+        with self._lock:
+            return self._start_anew()
+
+    def _start_anew(self) -> list[Tensor | None]:
         for index in list(self._arrivals):
             self.wait_arrival(index)
         gradients, self.gradients = self.gradients, [None] * len(self.gradients)
         return gradients
-
-    def may_be_written(self, steps: int) -> bool:
-        """Whether the optimizer has done with what so many steps read."""
-        return self.unit.done >= steps or self.taken >= steps
 
 
 class Gradients:
@@ -185,20 +246,20 @@ class Gradients:
         return batch
 
     def get(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum for a parameter, or None if nothing contributed. Its memory is reused after :meth:`clear`."""
+        """The sum that the next step takes for a parameter, or None if nothing contributed. Its memory is reused after
+        :meth:`clear`."""
         unit, index = self.position[id(parameter)]
-        return self.sums[unit].full(index)
+        return self.sums[unit].read(index)
 
     def is_rounded(self, parameter: nn.Parameter) -> bool:
-        """Whether the sum is kept in half precision."""
+        """Whether that sum is kept in half precision."""
         unit, index = self.position[id(parameter)]
-        present = self.sums[unit].gradients[index]
-        return present is not None and present.dtype != parameter.dtype
+        return self.sums[unit].is_rounded(index)
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Adds to a parameter's sum, between batches."""
         unit, index = self.position[id(parameter)]
-        self.sums[unit].add(index, gradient)
+        self.sums[unit].add({index: gradient})
 
     def round(self, unit: Unit) -> None:
         """Keeps the unit's complete sums as their parameters travel."""
@@ -215,20 +276,18 @@ class Gradients:
         return self.memory.let_go()
 
     def clear(self, unit: Unit) -> None:
-        """Starts the unit's sums anew."""
-        for gradient in self.sums[unit.index].hand_over():
+        """After the unit's step: gives the memory back of what it has read."""
+        for gradient in self.sums[unit.index].take():
             if gradient is not None:
                 self.memory.give_back(gradient)
 
     def take(self, units: Iterable[Unit]) -> list[Tensor]:
-        """Starts the units' sums anew in other memory, for a step that needs all gradients until its end. Returns their
-        memory."""
+        """Hands the units' sums over to a step that needs all of them until its end. Returns their memory."""
         taken: list[Tensor] = []
         for unit in units:
-            sum_ = self.sums[unit.index]
-            taken += (each.detach() for each in sum_.hand_over() if each is not None and not each.is_sparse)
+            sums = self.sums[unit.index].take()
+            taken += (each.detach() for each in sums if each is not None and not each.is_sparse)
             with self.monitor.lock:
-                sum_.taken = unit.done + 1
                 unit.changed.notify_all()
         return taken
 
@@ -244,7 +303,7 @@ class Gradients:
         self.sums[unit].gradients[index] = gradient
 
     def hand_over(self, unit: Unit) -> None:
-        """Starts the unit's sums anew, leaving their memory to whoever holds it."""
+        """Starts the sums of the unit's present window anew, leaving their memory to whoever holds it."""
         self.sums[unit.index].hand_over()
 
 
@@ -345,14 +404,15 @@ class BatchGradients:
                 return
             sum_ = self._gradients.sums[number]
             monitor = self._gradients.monitor
-            if sum_.batches < self.number or not sum_.may_be_written(self._required_steps):
-                # The batch before comes first, and what the optimizer still reads must not be written.
+            if sum_.batches < self.number or not sum_.can_begin(self._required_steps):
+                # The batch before comes first, and only one window's sums are set aside.
                 with monitor.lock:
                     monitor.wait_for(
                         unit.changed,
-                        lambda: sum_.batches == self.number and sum_.may_be_written(self._required_steps),
+                        lambda: sum_.batches == self.number and sum_.can_begin(self._required_steps),
                         self.number,
                     )
+            sum_.begin(self._required_steps)
             while self._next[number] in finished:
                 parts = self._parts[number].pop(self._next[number], {})
                 deposits = self._deposits[number].pop(self._next[number], [])
@@ -389,7 +449,8 @@ class BatchGradients:
                     gradient = gradient.to(parameter.dtype)
                     changed = hook(gradient)
                     gradient = gradient if changed is None else changed
-                sum_.add(index, gradient)
+                parts[index] = gradient
+            sum_.add(parts)
 
     def _fold_deposit(self, sum_: _Sum, deposit: _Deposit, parts: Container[int]) -> None:
         if deposit.index in parts and not deposit.alone:
@@ -399,7 +460,7 @@ class BatchGradients:
                 " functions and in a way that hides it from the pipeline (a custom autograd function or a script), so"
                 " the hook cannot see the sum of both. Use its value in the same way everywhere, or let the hook go."
             )
-        sum_.add(deposit.index, deposit.gradient)
+        sum_.add({deposit.index: deposit.gradient})
 
     @property
     def complete(self) -> bool:
