@@ -309,7 +309,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """Averages over the processes what the next optimizer step uses."""
         if self.processes is not None:
             units, gradients = pipeline.store.units, pipeline.gradients
-            self.processes.average([unit.parameters for unit in units], gradients.get, gradients.adopt)
+            self.processes.average([unit.parameters for unit in units], gradients.get, gradients.replace)
 
     def average_by_hand(self) -> None:
         """Manual optimization: averages what is in ``.grad`` over the processes."""

@@ -288,6 +288,9 @@ def test_what_a_step_is_to_read_is_set_aside(sums: Sums, rounds: bool) -> None:
     for part in parts:
         assert sums.gradients.is_rounded(sums.first) == rounds
         assert torch.equal(sums.gradients.get(sums.first), part)
+        average = torch.ones(2, 2)
+        sums.gradients.replace(sums.first, average)
+        assert sums.gradients.get(sums.first) is average
         step(sums)
     assert sums.gradients.get(sums.first) is None
 

@@ -242,7 +242,7 @@ def test_costs_are_those_of_what_runs() -> None:
         assert measured.costs_of([layer]) == ([1.0], [3.0 if again[layer] else 2.0]), "before it is known"
         for recomputes in (True, False):
             watch: Any = measured.backward_call(0, layer, recomputes=recomputes)
-            watch._stopwatch = Given(3.0 if recomputes else 2.0)
+            watch.stopwatch = Given(3.0 if recomputes else 2.0)
             watch.__exit__()
         assert measured.backward[layer].mean == (3.0 if again[layer] else 2.0)
 

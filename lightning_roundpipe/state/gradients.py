@@ -125,6 +125,11 @@ class _Sum:
             present = self._of_step()[index]
             return present is not None and present.dtype != self.unit.parameters[index].dtype
 
+    def replace(self, index: int, gradient: Tensor) -> None:
+        """For the next optimizer step: puts another gradient in the place of the sum."""
+        with self._lock:
+            self._of_step()[index] = gradient
+
     def take(self) -> list[Tensor | None]:
         """Hands the sums over to the next optimizer step, or to what gives their memory back after it."""
         with self._lock:
@@ -250,6 +255,11 @@ class Gradients:
         :meth:`clear`."""
         unit, index = self.position[id(parameter)]
         return self.sums[unit].read(index)
+
+    def replace(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """What the next step takes instead."""
+        unit, index = self.position[id(parameter)]
+        self.sums[unit].replace(index, gradient)
 
     def is_rounded(self, parameter: nn.Parameter) -> bool:
         """Whether that sum is kept in half precision."""
