@@ -5,10 +5,15 @@
 All layers take the same time but the last, which takes as long as four. Stages can then be equally long, about 20 ms:
 the last layer, four others backward, or twelve forward. What a device is not busy with is what the schedule leaves
 idle (shown by the simulation of the plan in use), and what the runtime costs. "Nominal" counts only the time that the
-layers ask for; "busy" is what the devices were occupied with, as the pipeline counts it.
+layers ask for, without recompute; "busy" is what the devices were occupied with, as the pipeline counts it.
+
+The ceiling for one process is as many threads that have nothing to do with one another: each runs a copy of the layers,
+all but the last under ``torch.utils.checkpoint``, without pipeline, optimizer or Lightning.
 """
 
 import argparse
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +22,7 @@ from typing import Any
 import torch
 from common import Batches, Row, quiet, show, train
 from sleeping import Sleepers
+from torch.utils.checkpoint import checkpoint
 
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.pipeline.plan import Plan
@@ -56,8 +62,36 @@ def simulated(plan: Plan, seconds: Sequence[float], microbatches: int, devices: 
     return float(1 - simulate(schedules, plan.partition, costs, staleness=staleness).steady_bubble)
 
 
+def layer_seconds(devices: int) -> list[float]:
+    return [BLOCK] * BLOCKS[devices] + [4 * BLOCK]
+
+
+def bare(devices: int, rounds: int) -> float:
+    """The nominal share of threads without a pipeline."""
+    seconds = layer_seconds(devices)
+
+    def work(module: Sleepers, rounds: int) -> None:
+        for _ in range(rounds):
+            x = torch.ones(1)
+            for layer in module.layers[:-1]:
+                x = checkpoint(layer, x, use_reentrant=False)
+            module.layers[-1](x).mean().backward()
+
+    def together(rounds: int) -> float:
+        threads = [threading.Thread(target=work, args=(Sleepers(seconds), rounds)) for _ in range(devices)]
+        start = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return time.perf_counter() - start
+
+    together(1)
+    return 3 * sum(seconds) * rounds / together(rounds)
+
+
 def run(devices: int, microbatches: int, batches: int, **options: Any) -> Result:
-    seconds = [BLOCK] * BLOCKS[devices] + [4 * BLOCK]
+    seconds = layer_seconds(devices)
     strategy = RoundPipeStrategy(microbatches, split="step", **options)
 
     def note() -> tuple[float, Plan | None]:
@@ -93,6 +127,9 @@ def measure(batches: int = 20, only: Sequence[int] = tuple(BEHIND)) -> list[Row]
     for n in only:
         result = run(n, n + 1, batches, staleness=1)
         rows.append(row(f"busy, {n} devices, {n + 1} microbatches, staleness 1", result, BEHIND[n]))
+        ceiling = bare(n, batches)
+        peer = f"nominal {result.nominal:.3f} by {ceiling:.3f} of {n} bare threads"
+        rows.append(Row(f"of the ceiling, {n} devices, staleness 1", result.nominal / ceiling, peer=peer))
     for n in only:
         result = run(n, n + 1, batches, staleness=0)
         target = result.simulated - 0.02

@@ -18,13 +18,15 @@ class _Sleeps(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, seconds: float) -> Tensor:
         ctx.seconds = seconds
+        ctx.save_for_backward(x, weight)  # else torch's checkpoint would have nothing to compute again
         time.sleep(seconds)
         return x * weight
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
         time.sleep(2 * ctx.seconds)
-        return gradient, gradient.sum().reshape(1), None
+        return gradient * weight, (gradient * x).sum().reshape(1), None
 
 
 @wrap_torch_function(lambda x, weight, seconds: (x,))
@@ -50,11 +52,11 @@ class _SleepingOperation(Operation):
 
     def input_gradient(self, x: Tensor, gradient: Tensor) -> Tensor:
         time.sleep(self._seconds)
-        return gradient.clone()
+        return gradient * self.weight.detach()
 
     def weight_gradients(self, x: Tensor, gradient: Tensor) -> tuple[Tensor, None]:
         time.sleep(self._seconds)
-        return gradient.sum().reshape(1), None
+        return (gradient * x).sum().reshape(1), None
 
 
 OPERATIONS[sleeping] = _SleepingOperation
