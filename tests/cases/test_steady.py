@@ -84,5 +84,6 @@ def test_a_late_step_makes_nothing_that_an_early_one_did_not(way: Way, known: No
     for counts in (watching.tensors, watching.bytes, watching.threads):
         assert set(counts) == {counts[0]}, counts
     assert max(watching.replicas) <= 2 * way.microbatches * 4  # as many as calls can run at once
-    if way.background_step:
-        assert set(watching.gradients_made) == {8}
+    if way.background_step:  # with staleness 1, some are added up beside those that the step before is still to read
+        (made,) = set(watching.gradients_made)
+        assert made == 8 or (way.staleness and 8 < made <= 16)
