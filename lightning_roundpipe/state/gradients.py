@@ -99,8 +99,10 @@ class _Sum:
         self._memory = memory
 
     def can_begin(self, steps: int) -> bool:
-        """Whether the window after so many steps has begun, or can."""
-        return self._window == steps or self._aside is None or self._has_been_read(steps)
+        """Whether the window after so many steps has begun, or can: there are two sets of sums, and a step under way
+        may have one of them in its hands."""
+        is_free = self._aside is None and self.unit.done >= steps - 1
+        return self._window == steps or is_free or self._has_been_read(steps)
 
     def begin(self, steps: int) -> None:
         """Begins the window after so many steps, if it has not begun. What a step is still to read is set aside."""
