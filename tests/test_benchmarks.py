@@ -49,7 +49,7 @@ def test_overhead(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = benchmark("overhead")
     monkeypatch.setattr(module, "MODELS", ((2, 64, 8, 0.0),))
     rows = module.measure(rounds=1, steps=2)
-    assert len(rows) == 3 and all(row.holds and row.measured > 0 for row in rows)
+    assert len(rows) == 4 and all(row.holds and row.measured > 0 for row in rows)
 
 
 def test_optimizer(benchmark: Any) -> None:
