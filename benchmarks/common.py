@@ -200,9 +200,21 @@ def alternate(contestants: Mapping[Name, Callable[[], float]], rounds: int) -> d
     return {name: statistics.median(values) for name, values in found.items()}
 
 
+def in_turns(first: Callable[[], float], second: Callable[[], float], rounds: int) -> list[tuple[float, float]]:
+    """What both return, round after round. Which of them runs first takes turns, too."""
+    values = []
+    for number in range(rounds):
+        if number % 2:
+            of_second = second()
+            values.append((first(), of_second))
+        else:
+            values.append((first(), second()))
+    return values
+
+
 def paired_ratio(first: Callable[[], float], second: Callable[[], float], rounds: int) -> tuple[float, float, float]:
     """The median over rounds of first by second, and the medians of both."""
-    values = [(first(), second()) for _ in range(rounds)]
+    values = in_turns(first, second, rounds)
     ratios = [a / b if b else math.inf for a, b in values]
     return (
         statistics.median(ratios),

@@ -1,6 +1,6 @@
 """The optimizer step in the background: how fast it is, and how much of it is hidden behind the computation.
 
-    python benchmarks/optimizer.py [--rounds 5] [--layers 12] [--width 1024]
+    python benchmarks/optimizer.py [--rounds 9] [--layers 12] [--width 1024]
 
 Speed is that of the worker by itself against ``torch.optim.AdamW(fused=True)`` by itself, on the same parameters and
 with one thread. Hidden is measured through Lightning with layers that sleep, so that the step has a core of its own:
@@ -15,7 +15,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from common import Batches, Row, paired_ratio, quiet, show, train
+from common import Batches, Row, in_turns, paired_ratio, quiet, show, train
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
@@ -128,7 +128,7 @@ def batch_seconds(layers: int, width: int, optimizer: Any, compute: float, steps
     return statistics.median(batches.seconds())
 
 
-def measure(rounds: int = 5, layers: int = 12, width: int = 1024, steps: int = 10) -> list[Row]:
+def measure(rounds: int = 9, layers: int = 12, width: int = 1024, steps: int = 10) -> list[Row]:
     torch.set_num_threads(1)
     linear = nn.Sequential(*(nn.Linear(width, 4 * width) for _ in range(layers)))
     rows = []
@@ -147,17 +147,18 @@ def measure(rounds: int = 5, layers: int = 12, width: int = 1024, steps: int = 1
             )
         )
     step = worker(linear, steps)
-    hidden, between = [], []
-    for _ in range(rounds):
-        without = batch_seconds(layers, width, lambda p: Nothing(p, lr=0.0), 1.5 * step, steps)
-        between.append(batch_seconds(layers, width, fused, 1.5 * step, steps) - without)
-        hidden.append(1 - between[-1] / step)
+    batches = in_turns(
+        lambda: batch_seconds(layers, width, fused, 1.5 * step, steps),
+        lambda: batch_seconds(layers, width, lambda p: Nothing(p, lr=0.0), 1.5 * step, steps),
+        rounds,
+    )
+    between = statistics.median(with_step - without for with_step, without in batches)
     rows.append(
         Row(
             "hidden share of a step, where the computation takes 1.5 times as long",
-            statistics.median(hidden),
+            1 - between / step,
             target=0.95,
-            peer=f"a step {1000 * step:.1f} ms; a batch {1000 * statistics.median(between):+.1f} ms with it",
+            peer=f"a step {1000 * step:.1f} ms; a batch {1000 * between:+.1f} ms with it",
         )
     )
     return rows
@@ -165,7 +166,7 @@ def measure(rounds: int = 5, layers: int = 12, width: int = 1024, steps: int = 1
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=1024)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Does a step cost the same at the end as at the beginning, and do step and computation go on side by side?
 
-    python benchmarks/steady.py [--steps 100] [--width 1024] [--layers 4] [--devices 2] [--rounds 3]
+    python benchmarks/steady.py [--steps 100] [--width 1024] [--layers 4] [--devices 2] [--rounds 5]
 
 Linear layers with ReLU, Adam, two virtual devices and two microbatches, against plain Lightning on one CPU device. Then
 with metrics logged at each step, and with an optimizer step that takes as long as a batch's computation, but hardly a
@@ -67,7 +67,7 @@ def measure(
     devices: int = 2,
     microbatches: int = 2,
     batch: int = 64,
-    rounds: int = 3,
+    rounds: int = 5,
 ) -> list[Row]:
     torch.set_num_threads(1)
 
@@ -140,7 +140,7 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    defaults = {"steps": 100, "width": 1024, "layers": 4, "devices": 2, "microbatches": 2, "batch": 64, "rounds": 3}
+    defaults = {"steps": 100, "width": 1024, "layers": 4, "devices": 2, "microbatches": 2, "batch": 64, "rounds": 5}
     for name, default in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     options = vars(parser.parse_args())

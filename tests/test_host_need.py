@@ -1,6 +1,7 @@
 """What the host needs, counted before anything is allocated, and what there is of it."""
 
 import copy
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -261,6 +262,13 @@ def test_this_system() -> None:
     here = Path("/proc/meminfo").exists()
     assert (available_memory() is not None) == (resident_memory() is not None) == here
     assert not here or (resident_memory() or 0) > 0
+
+
+def test_resident_memory(tmp_path: Path) -> None:
+    assert (
+        resident_memory(system(tmp_path / "linux", {"proc/self/statm": "900 70 30 1 0 200 0\n"})) == 70 * mmap.PAGESIZE
+    )
+    assert resident_memory(system(tmp_path / "other", {})) is None
 
 
 # --- tables of layers
