@@ -601,10 +601,13 @@ class RoundPipeStrategy(MultiProcessStrategy):
         return settled or not self.steps_in_background
 
     def _begin_window(self, pipeline: Pipeline, trainer: "pl.Trainer") -> None:
-        """Where Lightning will zero the gradients, those of batches that no step has used are dropped."""
+        """Where Lightning will zero the gradients, those of batches that no step has used are dropped. Else the next
+        batch adds to what is in ``.grad``, which hooks may have replaced, if the gradients are there."""
         if is_overridden("optimizer_zero_grad", trainer.lightning_module):
             return
         first = trainer.fit_loop.epoch_loop.batch_idx % trainer.accumulate_grad_batches == 0
+        if not first and not self.steps_in_background:
+            self._adopt_gradients()
         if first and self._gradients_unused:
             self._wait_backward()
             for unit in pipeline.store.units:
@@ -723,6 +726,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
             RuntimeError: Hooks have been registered on the optimizer's step meanwhile.
         """
         assert self._worker is not None and self._pipeline is not None and self._batch is not None
+        assert self._between is not None
         self._pipeline.check()
         if has_step_hooks(optimizer):
             raise RuntimeError(
@@ -730,6 +734,10 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 " may read gradients, which a step in the background does not show it. Register it in"
                 " configure_optimizers, or use RoundPipeStrategy(background_step=False)."
             )
+        if self._may_have_changed():  # in an overridden backward, say: the step is not pending yet
+            self._between.end()
+            self._pipeline.store.refresh(values=True)
+            self._between.begin()
         self._worker.order = self._pipeline.unit_order()
         gradients = self._batch.gradients
         assert isinstance(gradients, BatchGradients)

@@ -184,6 +184,81 @@ class ScheduleFree(Optimizer):
         return loss
 
 
+class SlowlyScheduleFree(ScheduleFree):
+    """Changes its counters long before they are handed over."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = super().step(closure)
+        time.sleep(0.02)
+        return loss
+
+
+class CountsForAll(SGD):
+    """Keeps a count among the state, under a key that is no parameter."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluate(closure)
+        of_all = self.state["all"]
+        of_all["steps"] = of_all.get("steps", 0) + 1
+        for group, parameter in with_gradients(self):
+            parameter.sub_(parameter.grad, alpha=group["lr"] / of_all["steps"])
+        return loss
+
+
+class Tells(SGD):
+    """Steps some parameters further than others, and finds out which."""
+
+    def is_slow(self, parameter: nn.Parameter) -> bool:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = evaluate(closure)
+        for group, parameter in with_gradients(self):
+            parameter.sub_(parameter.grad, alpha=group["lr"] * (0.1 if self.is_slow(parameter) else 1))
+        return loss
+
+
+class TellsById(Tells):
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.slow = {id(parameter) for group in self.param_groups for parameter in group["params"][::2]}
+
+    def is_slow(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self.slow
+
+
+class TellsByKey(Tells):
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.slow = {p: i % 2 == 0 for group in self.param_groups for i, p in enumerate(group["params"])}
+
+    def is_slow(self, parameter: nn.Parameter) -> bool:
+        return self.slow[parameter]
+
+
+class TellsByMark(Tells):
+    def __init__(self, parameters: Iterable[nn.Parameter], lr: float) -> None:
+        super().__init__(parameters, lr)
+        for group in self.param_groups:
+            for parameter in group["params"][::2]:
+                parameter.is_slow = True
+
+    def is_slow(self, parameter: nn.Parameter) -> bool:
+        return getattr(parameter, "is_slow", False)
+
+
+class NormalizesGradients(SGD):
+    """Changes gradients by what all have in common, in a part of torch's own step."""
+
+    def _init_group(self, group: dict[str, Any], params: list, grads: list, buffers: list) -> bool:
+        result = super()._init_group(group, params, grads, buffers)
+        size = torch.stack([gradient.norm() for gradient in grads]).norm()
+        grads[:] = [gradient / size for gradient in grads]
+        return result
+
+
 def adds_gradients_after_the_step(module: Blocks) -> Optimizer:
     made = SGD(module.parameters(), lr=0.1)
 
@@ -230,6 +305,12 @@ OPTIMIZERS: dict[str, Callable[[Blocks], Optimizer]] = {
     "decays its own rate": lambda module: DecaysItsOwnRate(module.parameters(), lr=0.1),
     "keeps the gradient": lambda module: KeepsTheGradient(module.parameters(), lr=0.1),
     "schedule-free": lambda module: ScheduleFree(module.parameters()),
+    "slowly schedule-free": lambda module: SlowlyScheduleFree(module.parameters()),
+    "counts for all": lambda module: CountsForAll(module.parameters(), lr=0.1),
+    "tells parameters by id": lambda module: TellsById(module.parameters(), lr=0.1),
+    "tells parameters by key": lambda module: TellsByKey(module.parameters(), lr=0.1),
+    "tells parameters by a mark": lambda module: TellsByMark(module.parameters(), lr=0.1),
+    "normalizes gradients": lambda module: NormalizesGradients(module.parameters(), lr=0.1),
     "adds gradients after the step": adds_gradients_after_the_step,
     "clamps after the step": clamps_after_the_step,
     "clamps after a slow step": partial(clamps_after_the_step, optimizer=Slow),
@@ -254,6 +335,20 @@ def test_optimizer_equals_plain_lightning(name: str, m: int, devices: int, backg
 
 def test_the_optimizer_goes_on_counting() -> None:
     assert expected(MODULES["counts steps"], 2)["attributes"] == [{"steps": 5}]
+
+
+class SkipsBatches(Blocks):
+    """Nothing waits for the step that is pending when the next one is handed in."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda module: SlowlyScheduleFree(module.parameters()))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor | None:
+        return None if batch_idx in (1, 2) else super().training_step(batch, batch_idx)
+
+
+def test_counters_of_steps_without_a_loss() -> None:
+    assert_equal(trained(SkipsBatches, 1, 1), expected(SkipsBatches, 1))
 
 
 class HooksItsStepLate(Blocks):
@@ -361,6 +456,44 @@ class TargetsOfTheModel(Blocks):
 @pytest.mark.parametrize("kind", [ScalesGradients, HooksALayersBackward, TargetsOfTheModel])
 def test_hooks_equal_plain_lightning(kind: type[Blocks], m: int, devices: int) -> None:
     assert_equal(trained(kind, m, devices), expected(kind, m))
+
+
+class DropsABatch(Blocks):
+    """As a guard against numbers that are none."""
+
+    def on_after_backward(self) -> None:
+        if self.trainer.fit_loop.batch_idx == 2:
+            self.zero_grad()
+
+
+class ClampsNewGradients(Blocks):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            parameter.grad = parameter.grad.clamp(-0.01, 0.01)
+
+
+class DropsOneGradient(Blocks):
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.net[0][0].weight.grad = None
+
+
+class TransposesAWeight(Blocks):
+    def on_train_epoch_start(self) -> None:
+        self.net[1][0].weight.data = self.net[1][0].weight.data.t()
+
+
+@pytest.mark.parametrize("background_step", [True, False])
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("kind", [DropsABatch, ClampsNewGradients, DropsOneGradient, TransposesAWeight])
+def test_gradients_and_parameters_replaced_within_a_window(
+    kind: type[Blocks], devices: int, background_step: bool
+) -> None:
+    run = {"accumulate_grad_batches": 3, "max_epochs": 2}
+    plain, untouched = (fit_microbatches(make(which), data(7), 1, **run) for which in (kind, Blocks))
+    assert differs(*(weights(trainer.lightning_module) for trainer in (plain, untouched)))
+    ours = fit_pipeline(make(kind), data(7), 1, devices, run=run, background_step=background_step)
+    assert_equal(weights(ours.lightning_module), weights(plain.lightning_module))
+    assert_equal(optimizer_states(ours), optimizer_states(plain))
 
 
 # --- averages of weights

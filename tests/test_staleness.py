@@ -3,6 +3,7 @@ written out here.
 """
 
 import copy
+import time
 from functools import cache, partial
 from typing import Any
 
@@ -30,10 +31,31 @@ MODELS = {"mlp": (MLP, vectors), "gpt": (GPT, tokens)}
 class Own(torch.optim.SGD):
     """Not one of torch's, so it steps all parameters at once."""
 
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+class CountsSlowly(torch.optim.SGD):
+    """Counts in its groups, and takes longer than a batch to hand the count over."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for parameter in group["params"]:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["steps"])
+        time.sleep(0.02)
+        return loss
+
 
 OPTIMIZERS = {
     "sgd": SGD,
     "own": partial(Own, lr=0.1, momentum=0.9),
+    "counts slowly": partial(CountsSlowly, lr=0.1),
     "adamw": partial(torch.optim.AdamW, lr=0.02, foreach=False),
     "adamw foreach": partial(torch.optim.AdamW, lr=0.02, foreach=True),
 }
@@ -346,6 +368,42 @@ class ClampsByNewData(ClampsInTheStep):
 def test_a_step_that_changes_trained_parameters_is_refused(kind: type[Reads], m: int) -> None:
     with pytest.raises(RuntimeError, match=r"The step changes the parameter .* itself.*two values.*staleness 0"):
         ours(kind().double(), batches_of(vectors, 3, 12), m, 2)
+
+
+class ReadsInBackward(MLP):
+    """A penalty on the newest parameters, after the batch's own backward."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer=partial(CountsSlowly, lr=0.1))
+
+    def penalty(self) -> Tensor:
+        return 0.01 * sum(parameter.square().sum() for parameter in self.parameters())
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self.penalty().backward()
+
+
+@pytest.mark.parametrize("background_step", [True, False])
+@pytest.mark.parametrize(("m", "devices"), [(1, 1), (2, 2), (3, 2)])
+def test_a_backward_that_reads_parameters(m: int, devices: int, background_step: bool) -> None:
+    """The step before is made by then, and the next one is not pending yet."""
+    batches = batches_of(vectors, 5, 12)
+    model, expected = (copy.deepcopy(ReadsInBackward().double()) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    fit_pipeline(model, batches, m, devices, staleness=1, background_step=background_step)
+
+    used, stepper = copy.deepcopy(expected).train(), CountsSlowly(expected.parameters(), lr=0.1)
+    for batch in batches:
+        for part in split(batch, m):
+            (used.loss(part) / m).backward()
+        of_penalty = torch.autograd.grad(expected.penalty(), list(expected.parameters()))
+        before_step = copy.deepcopy(expected.state_dict())
+        for newest, old, more in zip(expected.parameters(), used.parameters(), of_penalty, strict=True):
+            newest.grad, old.grad = old.grad + more, None
+        stepper.step()
+        used.load_state_dict(before_step)
+    assert_alike(weights(model), weights(expected), 1e-13)
 
 
 def test_unfreezing() -> None:

@@ -11,11 +11,12 @@ error in the rest of the backward would leave a model of which one half has made
 import inspect
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from types import FunctionType, GeneratorType, MethodType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,13 @@ from lightning_roundpipe.pipeline.recording import Recording
 from lightning_roundpipe.pipeline.turnstile import Cancelled, Monitor
 from lightning_roundpipe.state.gradients import BatchGradients, Gradients
 from lightning_roundpipe.state.parameters import ParameterStore, Unit
+from lightning_roundpipe.state.sharing import is_same_memory
 
 BeforeStep = Callable[[Optimizer], bool]
 """Runs on the snapshot with all gradients in place: unscales, clips. Returns whether to step at all."""
+
+GroupChanges: TypeAlias = dict[str, tuple[Any, Any]]
+"""What a step has changed in a parameter group: the value before, and after."""
 
 
 class StepJob:
@@ -60,11 +65,27 @@ class StepJob:
         self.in_half_precision = in_half_precision
         self.recording: Recording | None = None
         """Where it is noted what happens when, if it is."""
-        self.groups = [dict(group) for group in optimizer.param_groups]
+        self.groups: list[dict[str, Any]] = []
+        """The optimizer's groups when the step was handed in."""
+        self.behind = 0
+        """How many steps had been written back by then: what later ones have changed in the groups is not in these."""
+
+    def take_groups(self, written: int) -> None:
+        """Takes the groups as they are now, after so many steps."""
+        self.behind = written
+        self.groups = [dict(group) for group in self.optimizer.param_groups]
         for group in self.groups:
             group["params"] = list(group["params"])
             if isinstance(group.get("lr"), Tensor):
                 group["lr"] = group["lr"].clone()
+
+    def catch_up(self, changes: Iterable[Sequence[GroupChanges]]) -> None:
+        """Puts into the groups what steps have changed there since, but for what somebody else has changed before."""
+        for of_groups in changes:
+            for group, of_group in zip(self.groups, of_groups, strict=False):
+                for key, (before, after) in of_group.items():
+                    if group.get(key) is before:
+                        group[key] = after
 
     def recorded(self, name: str | None = None) -> AbstractContextManager[None]:
         """Around the step, or around a part of it with this name."""
@@ -111,12 +132,20 @@ class OptimizerWorker:
         self._finished = 0
         self._last_batch = -1
         self._aliases: dict[int, nn.Parameter] = {}
+        self._groups_lock = threading.Lock()
+        """Around what the main thread and this one do to the user's parameter groups."""
+        self._written = 0
+        """Number of steps written back."""
+        self._changes: deque[list[GroupChanges]] = deque()
+        """What the last of them have changed in the groups: those that a job handed in may not know of."""
         self._thread = threading.Thread(target=self._loop, name="roundpipe-optimizer", daemon=True)
         self._thread.start()
 
     def submit(self, job: StepJob) -> None:
         self._store.enqueued += 1
         self._last_batch = job.gradients.number
+        with self._groups_lock:
+            job.take_groups(self._written)
         self._jobs.put(job)
 
     def wait_idle(self) -> None:
@@ -179,6 +208,9 @@ class OptimizerWorker:
             with job.recorded("average over processes"):
                 self._average()
         optimizer = job.optimizer
+        while len(self._changes) > self._written - job.behind:  # jobs to come are no further behind
+            self._changes.popleft()
+        job.catch_up(self._changes)
         by_unit = steps_by_parameter(optimizer)
         whole = self._snapshot(job, lazily=by_unit and job.before_step is None)
         go = True
@@ -203,8 +235,9 @@ class OptimizerWorker:
                 if by_unit:
                     self._gradients.clear(unit)
                 self._store.publish(unit)
-        if go:
-            self._write_back(job, whole)
+        with self._groups_lock:
+            self._changes.append(self._write_back(job, whole) if go else [])
+            self._written += 1
         _drop_gradients(whole)
         if job.after_step is not None:
             job.after_step()
@@ -235,6 +268,7 @@ class OptimizerWorker:
         whole = _copy_of(job.optimizer)
         whole.param_groups = []
         whole.state = type(job.optimizer.state)(dict)
+        whole.state.update(_state_of_all(job.optimizer))
         for group in job.groups:
             aliases = []
             for parameter in group["params"]:
@@ -247,24 +281,39 @@ class OptimizerWorker:
             whole.param_groups.append({**group, "params": aliases})
         return whole
 
-    def _write_back(self, job: StepJob, whole: Optimizer) -> None:
-        """Hands state, changed group values and changed attributes over to the user's optimizer."""
+    def _write_back(self, job: StepJob, whole: Optimizer) -> list[GroupChanges]:
+        """Hands state, changed group values and changed attributes over to the user's optimizer. Returns what the step
+        has changed in the groups."""
         for name, value in vars(whole).items():
             if name not in _PARTS and vars(job.optimizer).get(name) is not value:
                 setattr(job.optimizer, name, value)
+        job.optimizer.state.update(_state_of_all(whole))
+        changes: list[GroupChanges] = []
         for before, after, group in zip(job.groups, whole.param_groups, job.optimizer.param_groups, strict=False):
             for parameter, alias in zip(before["params"], after["params"], strict=True):
                 if alias in whole.state:
                     job.optimizer.state[parameter] = whole.state[alias]
-            for key, value in after.items():
-                if key != "params" and value is not before.get(key):
-                    group[key] = value
+            changes.append(
+                {
+                    key: (before.get(key), value)
+                    for key, value in after.items()
+                    if key != "params" and value is not before.get(key)
+                }
+            )
+            group.update((key, value) for key, (_, value) in changes[-1].items())
+        return changes
 
     def _alias(self, parameter: nn.Parameter) -> nn.Parameter:
         alias = self._aliases.get(id(parameter))
-        if alias is None or alias.data_ptr() != parameter.data_ptr() or alias.shape != parameter.shape:
+        if alias is None or not is_same_memory(alias, parameter):
             alias = self._aliases[id(parameter)] = nn.Parameter(parameter.detach(), requires_grad=True)
+        alias.__dict__ = parameter.__dict__  # marks of the user's, by which the optimizer may treat it
         return alias
+
+
+def _state_of_all(optimizer: Optimizer) -> dict[Any, Any]:
+    """What an optimizer keeps for all parameters together, under keys of its own."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
 
 
 def _drop_gradients(optimizer: Optimizer) -> None:
@@ -311,9 +360,14 @@ def _may_be_fused(optimizer: Optimizer, group: dict[str, Any]) -> bool:
 
 
 def steps_by_parameter(optimizer: Optimizer) -> bool:
-    """Whether stepping some parameters at a time is known to give the same as stepping all at once."""
-    step = inspect.unwrap(type(optimizer).step)
-    return step.__module__.startswith("torch.optim.") and not needs_closure(optimizer)
+    """Whether stepping some parameters at a time is known to give the same as stepping all at once: torch's own do, and
+    classes derived from them that leave what these have as it is."""
+    kinds = type(optimizer).__mro__
+    torchs = next((i for i, kind in enumerate(kinds) if f"{kind.__module__}.".startswith("torch.optim.")), None)
+    if torchs is None or kinds[torchs] is Optimizer or needs_closure(optimizer):
+        return False
+    own = {name for kind in kinds[:torchs] for name in vars(kind) if not name.startswith("__")}
+    return not any(hasattr(kinds[torchs], name) for name in own)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -337,18 +391,20 @@ def has_step_hooks(optimizer: Optimizer) -> bool:
 def holds_parameters_elsewhere(optimizer: Optimizer) -> bool:
     """Whether the optimizer would step other tensors than those of its groups, so that no copy can step for it.
 
-    So it is with wrappers of another optimizer, with optimizers that keep their parameters in an attribute, and with a
-    ``step`` put on the instance.
+    So it is with wrappers of another optimizer, with optimizers that keep their parameters, or the ids of these, in an
+    attribute, and with a ``step`` put on the instance.
     """
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def refers(value: Any) -> bool:
         if isinstance(value, Tensor):
             return id(value) in members
-        if isinstance(value, (list, tuple, set)):
+        if isinstance(value, int):
+            return value in members
+        if isinstance(value, (list, tuple, set, frozenset)):
             return any(refers(item) for item in _first_items(value))
-        if isinstance(value, dict):
-            return any(refers(item) for item in _first_items(value.values()))
+        if isinstance(value, Mapping):
+            return any(refers(item) for item in (*_first_items(value), *_first_items(value.values())))
         return hasattr(value, "param_groups") or isinstance(value, (nn.Module, FunctionType, MethodType, GeneratorType))
 
     for name, value in vars(optimizer).items():

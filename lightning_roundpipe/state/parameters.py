@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightning_roundpipe.devices import Device, Event
 from lightning_roundpipe.pipeline.replica import Layer
 from lightning_roundpipe.pipeline.turnstile import Monitor
+from lightning_roundpipe.state.sharing import is_same_memory
 from lightning_roundpipe.state.step_waits import StepWaits
 
 
@@ -251,7 +252,7 @@ class ParameterStore:
 
     def follow(self, parameter: nn.Parameter) -> None:
         """Follows new data that the user assigned to a parameter (``parameter.data = ...``)."""
-        if not self._is_copy(parameter) and self.leaf(parameter, 0).data_ptr() != parameter.data_ptr():
+        if not self._is_copy(parameter) and not is_same_memory(self.leaf(parameter, 0), parameter):
             for leaves in self._leaves:
                 leaves[id(parameter)] = self._make_leaf(parameter)
 
@@ -270,7 +271,7 @@ class ParameterStore:
             self.keeps_versions(parameter)
             for leaves in self._leaves:
                 leaf = leaves[id(parameter)]
-                moved = not self._is_copy(parameter) and leaf.data_ptr() != parameter.data_ptr()
+                moved = not self._is_copy(parameter) and not is_same_memory(leaf, parameter)
                 if moved or leaf.shape != parameter.shape:
                     leaves[id(parameter)] = self._make_leaf(parameter)
                 elif leaf.requires_grad != parameter.requires_grad:

@@ -51,6 +51,11 @@ def memory_of(tensor: Tensor) -> int | None:
     return tensor.untyped_storage().data_ptr() or None
 
 
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are one and the same part of memory, laid out alike."""
+    return tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.stride() == other.stride()
+
+
 def share_memory(tensors: Iterable[Tensor]) -> bool:
     memories = [memory for tensor in tensors if (memory := memory_of(tensor)) is not None]
     return len(set(memories)) < len(memories)
