@@ -47,6 +47,11 @@ def hooks_that_look(trainer: "pl.Trainer") -> list[str]:
     return found
 
 
+def looks_before_backward(trainer: "pl.Trainer") -> bool:
+    """Whether a hook runs between a batch's forward and backward, which may change the gradients of those before it."""
+    return any(name.endswith(".on_before_backward") for name in hooks_that_look(trainer))
+
+
 def callbacks_of(trainer: "pl.Trainer") -> list[Callback]:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set outside of its __init__
     return callbacks

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_roundpipe import microbatch as mb
-from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look
+from lightning_roundpipe.callbacks import WaitForPipeline, callbacks_of, hooks_that_look, looks_before_backward
 from lightning_roundpipe.deciding import BatchSplitter
 from lightning_roundpipe.devices import AcceleratorDevice, CpuDevice, Device, SimulatedDevice, arrived
 from lightning_roundpipe.devices.hardware import hardware_of
@@ -593,7 +593,9 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _waits_for_backward(self, module: "pl.LightningModule") -> bool:
         """Whether something happens between forward and backward that the backward must not overtake."""
-        return is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module)
+        if is_overridden("backward", module) or is_overridden("optimizer_zero_grad", module):
+            return True
+        return not self.steps_in_background and looks_before_backward(module.trainer)
 
     def _may_have_changed(self) -> bool:
         """Whether the user's code may have changed parameters since the last batch; if so, no step is pending."""
@@ -646,7 +648,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
         """Called when autograd comes to the batch's loss."""
         given = float(gradient)
         if batch.deferred:
-            if is_overridden("optimizer_zero_grad", self.lightning_module):
+            if not self.steps_in_background or is_overridden("optimizer_zero_grad", self.lightning_module):
                 self._adopt_gradients()
             batch.release(given)
             if self._pipeline is not None and (

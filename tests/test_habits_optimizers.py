@@ -472,6 +472,21 @@ class ClampsNewGradients(Blocks):
             parameter.grad = parameter.grad.clamp(-0.01, 0.01)
 
 
+class ClampsBeforeBackward(Blocks):
+    """The gradients of the batches before, in place."""
+
+    def on_before_backward(self, loss: Tensor) -> None:
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad.clamp_(-0.01, 0.01)
+
+
+class DropsBeforeBackward(Blocks):
+    def on_before_backward(self, loss: Tensor) -> None:
+        if self.trainer.fit_loop.batch_idx == 2:
+            self.zero_grad()
+
+
 class DropsOneGradient(Blocks):
     def on_train_batch_end(self, *_: Any) -> None:
         self.net[0][0].weight.grad = None
@@ -484,7 +499,13 @@ class TransposesAWeight(Blocks):
 
 @pytest.mark.parametrize("background_step", [True, False])
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("kind", [DropsABatch, ClampsNewGradients, DropsOneGradient, TransposesAWeight])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        DropsABatch, ClampsNewGradients, ClampsBeforeBackward, DropsBeforeBackward, DropsOneGradient,
+        TransposesAWeight,
+    ],
+)  # fmt: skip
 def test_gradients_and_parameters_replaced_within_a_window(
     kind: type[Blocks], devices: int, background_step: bool
 ) -> None:
