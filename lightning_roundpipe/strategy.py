@@ -128,7 +128,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     Raises:
         ValueError: When an argument is out of range.
-        TypeError: When ``torch.compile`` does not know an argument of `compile`.
+        TypeError: When ``torch.compile`` does not know an argument of `compile`, or `devices` is a number.
     """
 
     strategy_name = "roundpipe"
@@ -168,6 +168,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
         if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
+        if isinstance(devices, (int, str)):
+            raise TypeError(
+                "The strategy's `devices` are a list of devices (see its docstring), and their number belongs to the"
+                f" Trainer: Trainer(devices={devices!r}); got RoundPipeStrategy(devices={devices!r})."
+            )
         check_device_memory(device_memory, simulated=devices is not None)
         check_pin_memory(pin_memory)
         if device_memory != "auto" and schedule != "roundpipe":
