@@ -39,7 +39,7 @@ LossOf = Callable[[Any], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first batch's loss, whole and put together from its microbatches with each weighting."""
+    """A batch's loss, whole and put together from its microbatches with each weighting."""
 
     whole: float
     parts: dict[str, float]
@@ -57,8 +57,10 @@ class Evidence:
     def describe(self) -> str:
         if self.accumulates:
             return f"each run of the step changes {', '.join(self.accumulates)} anew"
-        parts = ", ".join(f"{value:.6g} by {name!r}" for name, value in self.parts.items())
-        return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
+        alike = [name for name, value in self.parts.items() if f"{value:.6g}" == f"{self.whole:.6g}"]
+        digits = 6 if self.fits.keys() >= set(alike) else 10  # a difference that matters is to be seen
+        parts = ", ".join(f"{value:.{digits}g} by {name!r}" for name, value in self.parts.items())
+        return f"the batch's loss is {self.whole:.{digits}g}; from its microbatches it is {parts}"
 
     def best(self, *preferred: str) -> str:
         """The name of the weighting that fits best: of those that rounding may have kept from it, the first one.
