@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from math import isqrt
 from typing import Any
 
 import lightning.pytorch as pl
@@ -120,7 +121,7 @@ class BatchSplitter:
             return False
         if self.decided is None:
             return True
-        return self._asked == "auto" and self.way == "step" and (begins_epoch or batches & (batches - 1) == 0)
+        return self._asked == "auto" and self.way == "step" and (begins_epoch or _is_fibonacci(batches))
 
     def look(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
         """Decides by a batch, or looks whether what was decided is still right.
@@ -159,8 +160,8 @@ class BatchSplitter:
         rank_zero_warn(
             f"roundpipe: split='step' with loss_weight={weight_name(weight)!r}, found by the first batch, is no longer"
             f" right: {evidence.describe()}. That is corrected now, but batches before this one may have had gradients"
-            " other than the whole batch's: at most since the epoch began, or for half of the batches so far. To have"
-            " none, set split='model'."
+            " other than the whole batch's: those since the epoch began, or two fifths of all so far at most; and"
+            " earlier ones, too, if the loss is such a one only now and then. To have none, set split='model'."
         )
         self.decided = None
         return False
@@ -239,6 +240,18 @@ class BatchSplitter:
             why = "does not give the loss of the whole batch" if error is None else f"cannot be computed ({error!r})"
             rank_zero_warn(f"roundpipe: loss_weight={wanted!r} {why}: {best!r} is used in its place.")
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
+
+
+def _is_fibonacci(number: int) -> bool:
+    """These numbers come ever more rarely, and meet every remainder of most periods: what only every fourth batch does
+    is seen, too."""
+    return any(isqrt(square) ** 2 == square for square in (5 * number**2 - 4, 5 * number**2 + 4) if square >= 0)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        isinstance(error, RuntimeError) and "not enough memory" in str(error)  # of PyTorch's allocator on the host
+    )
 
 
 def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None:
