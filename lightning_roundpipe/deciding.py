@@ -16,6 +16,7 @@ from lightning_roundpipe.splitting import (
     Evidence,
     LossOf,
     compare,
+    error_in,
     find_split_calls,
     gather_evidence,
     weight_name,
@@ -154,6 +155,7 @@ class BatchSplitter:
                 return True
             evidence = compare(self._module, batch, self._try_to_cut, loss_of, {weight_name(weight): weight})
         except Exception:  # the step itself will raise it, if it is the step's
+            self._check_whole(batch, loss_of)
             return True
         if evidence is None or evidence.fits or evidence.unusable:  # what cannot be weighed, the step raises
             return True
@@ -165,6 +167,29 @@ class BatchSplitter:
         )
         self.decided = None
         return False
+
+    def _check_whole(self, batch: Any, loss_of: LossOf) -> None:
+        """
+        Raises:
+            RuntimeError: When the step fails with the whole batch, but not with its microbatches. With those the fit
+                would go on, from what they have kept.
+        """
+        try:
+            pieces, sizes = self._try_to_cut(batch)
+        except Exception:  # a split of the user's, which raises it again
+            return
+        if error_in(self._module, pieces, sizes, loss_of) is not None:
+            return
+        error = error_in(self._module, [batch], [sum(sizes)], loss_of)
+        if error is None or _is_lack_of_memory(error):
+            return
+        raise RuntimeError(
+            f"training_step now fails with a whole batch ({error!r}), and not with its microbatches, which it did not"
+            " in the first batch: it has kept something of a microbatch's size from earlier batches (a hidden state,"
+            " say), where in plain training it would have the whole batch's. So gradients would be others than the"
+            " whole batch's. Set split='model', with which training_step sees the whole batch (or split='step', if that"
+            " is meant)."
+        ) from error
 
     def _decide(self, pipeline: Pipeline, batch: Any, loss_of: LossOf) -> None:
         """By the evidence of a batch."""

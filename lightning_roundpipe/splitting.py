@@ -182,6 +182,15 @@ def compare(
     return Evidence(float(whole), parts, fits, errors, accumulates, unusable, draws)
 
 
+def error_in(module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf) -> Exception | None:
+    """What the step raises with one of the batches, one after the other, if anything; it leaves no trace."""
+    try:
+        _run(module, batches, sizes, loss_of)
+    except Exception as error:
+        return error
+    return None
+
+
 def _run(
     module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None = None
 ) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
