@@ -23,6 +23,12 @@ from lightning_roundpipe.splitting import (
 )
 from lightning_roundpipe.undoing import undone
 
+_FASTER = "split='step' would be faster, but is right only for losses that are means over samples."
+_OWN_SPLIT = (
+    "With a method `split(self, batch, microbatches)` of the module, with just these names of arguments, the step may"
+    " be split."
+)
+
 
 class BatchSplitter:
     """Cuts batches into microbatches and weighs these; see the arguments of the strategy.
@@ -201,28 +207,13 @@ class BatchSplitter:
         if self._asked != "model" and self._own_split is not None:
             self._try_to_cut(batch)  # what it raises is for the user to see
         self._settle()
-        why = "because that was asked for"
-        otherwise = "split='step' would be faster, but is right only for losses that are means over samples."
+        why, otherwise = "that was asked for", _FASTER
         try:
             if self._asked != "model":
-                parts = len(self._try_to_cut(batch)[0])
-                if parts > 1:
-                    evidence = gather_evidence(module, batch, self._try_to_cut, loss_of, self._loss_weight)
-                    if evidence is None:
-                        return  # a later batch will tell
-                    if self._asked == "step":
-                        self.decided = ("step", self._loss_weight)
-                        _warn_unless_fitting(evidence, self._loss_weight)
-                        return
-                    if evidence.fits:
-                        self._decide_for_step(evidence)
-                        return
-                    why = f"because {evidence.misfit()}"
-                elif self._own_split is not None or mb.can_be_split(batch):
-                    return  # a single sample
-                else:
-                    why = "because the batch has no dimension of samples that all of it shares"
-                    otherwise = "With a method `split(self, batch, microbatches)` of the module, the step may be split."
+                against = self._try_step(batch, loss_of)
+                if against is None:
+                    return
+                why, otherwise = against
             layers = [layer.module for layer in pipeline.layers]
             splits = find_split_calls(module, layers, batch, self._microbatches, loss_of)
         except mb.UnsplittableBatchError:
@@ -232,7 +223,7 @@ class BatchSplitter:
             self.decided = (way, self._loss_weight)
             rank_zero_info(
                 f"roundpipe: whether the batch may be split could not be checked ({error!r}), so split={way!r}."
-                + (" Every result is right, but one device works at a time." if way == "whole" else "")
+                + (" One device works at a time." if way == "whole" else "")
             )
             return
         if splits is None:
@@ -240,8 +231,8 @@ class BatchSplitter:
         if not splits:
             self.decided = ("whole", self._loss_weight)
             rank_zero_info(
-                f"roundpipe: split='whole', {why}; and no call of a module with layers gives the same when it is split."
-                " Every result is right, but one device works at a time."
+                f"roundpipe: split='whole', because {why}; and no call of a module with layers gives the same when it"
+                " is split. Every result is right, but one device works at a time."
             )
             return
         self.decided = ("model", self._loss_weight)
@@ -249,9 +240,36 @@ class BatchSplitter:
         names = {module: name for name, module in module.named_modules()}
         called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
         rank_zero_info(
-            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches."
+            f"roundpipe: split='model', because {why}. The step runs once, and the calls of {called} in microbatches."
             f" {otherwise}"
         )
+
+    def _try_step(self, batch: Any, loss_of: LossOf) -> tuple[str, str] | None:
+        """Decides for the step, if that is right or asked for.
+
+        Returns:
+            Why it is not, and what else could be done; None where it is, or a later batch will tell.
+        """
+        if len(self._try_to_cut(batch)[0]) == 1:
+            if self._own_split is not None or mb.can_be_split(batch):
+                return None  # a single sample
+            return "the batch has no dimension of samples that all of it shares", _OWN_SPLIT
+        try:
+            evidence = gather_evidence(self._module, batch, self._try_to_cut, loss_of, self._loss_weight)
+        except Exception as error:
+            if self._asked == "step" or isinstance(error, mb.UnsplittableBatchError):
+                raise
+            return f"the step fails with a part of the batch ({error!r})", _OWN_SPLIT  # with all of it: tried next
+        if evidence is None:
+            return None
+        if self._asked == "step":
+            self.decided = ("step", self._loss_weight)
+            _warn_unless_fitting(evidence, self._loss_weight)
+            return None
+        if evidence.fits:
+            self._decide_for_step(evidence)
+            return None
+        return evidence.misfit(), _FASTER
 
     def _decide_for_step(self, evidence: Evidence) -> None:
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
