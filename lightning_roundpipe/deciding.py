@@ -292,9 +292,10 @@ def _is_fibonacci(number: int) -> bool:
 
 
 def _is_lack_of_memory(error: Exception) -> bool:
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        isinstance(error, RuntimeError) and "not enough memory" in str(error)  # of PyTorch's allocator on the host
-    )
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    words = ("not enough memory", "can't allocate memory")  # of PyTorch's allocator on the host, by system
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
 def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None:

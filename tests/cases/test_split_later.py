@@ -99,8 +99,9 @@ def test_a_step_that_fails_in_any_case_raises_its_own_error() -> None:
         MemoryError(),
         torch.OutOfMemoryError("of a device"),
         RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes."),
     ],
-    ids=lambda error: type(error).__name__,
+    ids=repr,
 )
 def test_a_whole_batch_for_which_there_is_no_memory_shows_nothing(error: Exception) -> None:
     trainer = fit(Fails(error, (12,)).double(), BATCHES, THREE)
