@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from math import isqrt
 from typing import Any
 
 import lightning.pytorch as pl
@@ -15,11 +16,18 @@ from lightning_roundpipe.splitting import (
     Evidence,
     LossOf,
     compare,
+    error_in,
     find_split_calls,
     gather_evidence,
     weight_name,
 )
 from lightning_roundpipe.undoing import undone
+
+_FASTER = "split='step' would be faster, but is right only for losses that are means over samples."
+_OWN_SPLIT = (
+    "With a method `split(self, batch, microbatches)` of the module, with just these names of arguments, the step may"
+    " be split."
+)
 
 
 class BatchSplitter:
@@ -120,7 +128,7 @@ class BatchSplitter:
             return False
         if self.decided is None:
             return True
-        return self._asked == "auto" and self.way == "step" and (begins_epoch or batches & (batches - 1) == 0)
+        return self._asked == "auto" and self.way == "step" and (begins_epoch or _is_fibonacci(batches))
 
     def look(self, pipeline: Pipeline, batch: Any, step: LossOf) -> None:
         """Decides by a batch, or looks whether what was decided is still right.
@@ -153,17 +161,41 @@ class BatchSplitter:
                 return True
             evidence = compare(self._module, batch, self._try_to_cut, loss_of, {weight_name(weight): weight})
         except Exception:  # the step itself will raise it, if it is the step's
+            self._check_whole(batch, loss_of)
             return True
         if evidence is None or evidence.fits or evidence.unusable:  # what cannot be weighed, the step raises
             return True
         rank_zero_warn(
             f"roundpipe: split='step' with loss_weight={weight_name(weight)!r}, found by the first batch, is no longer"
             f" right: {evidence.describe()}. That is corrected now, but batches before this one may have had gradients"
-            " other than the whole batch's: at most since the epoch began, or for half of the batches so far. To have"
-            " none, set split='model'."
+            " other than the whole batch's: those since the epoch began, or two fifths of all so far at most; and"
+            " earlier ones, too, if the loss is such a one only now and then. To have none, set split='model'."
         )
         self.decided = None
         return False
+
+    def _check_whole(self, batch: Any, loss_of: LossOf) -> None:
+        """
+        Raises:
+            RuntimeError: When the step fails with the whole batch, but not with its microbatches. With those the fit
+                would go on, from what they have kept.
+        """
+        try:
+            pieces, sizes = self._try_to_cut(batch)
+        except Exception:  # a split of the user's, which raises it again
+            return
+        if error_in(self._module, pieces, sizes, loss_of) is not None:
+            return
+        error = error_in(self._module, [batch], [sum(sizes)], loss_of)
+        if error is None or _is_lack_of_memory(error):
+            return
+        raise RuntimeError(
+            f"training_step now fails with a whole batch ({error!r}), and not with its microbatches, which it did not"
+            " in the first batch: it has kept something of a microbatch's size from earlier batches (a hidden state,"
+            " say), where in plain training it would have the whole batch's. So gradients would be others than the"
+            " whole batch's. Set split='model', with which training_step sees the whole batch (or split='step', if that"
+            " is meant)."
+        ) from error
 
     def _decide(self, pipeline: Pipeline, batch: Any, loss_of: LossOf) -> None:
         """By the evidence of a batch."""
@@ -175,28 +207,13 @@ class BatchSplitter:
         if self._asked != "model" and self._own_split is not None:
             self._try_to_cut(batch)  # what it raises is for the user to see
         self._settle()
-        why = "because that was asked for"
-        otherwise = "split='step' would be faster, but is right only for losses that are means over samples."
+        why, otherwise = "that was asked for", _FASTER
         try:
             if self._asked != "model":
-                parts = len(self._try_to_cut(batch)[0])
-                if parts > 1:
-                    evidence = gather_evidence(module, batch, self._try_to_cut, loss_of, self._loss_weight)
-                    if evidence is None:
-                        return  # a later batch will tell
-                    if self._asked == "step":
-                        self.decided = ("step", self._loss_weight)
-                        _warn_unless_fitting(evidence, self._loss_weight)
-                        return
-                    if evidence.fits:
-                        self._decide_for_step(evidence)
-                        return
-                    why = f"because {evidence.misfit()}"
-                elif self._own_split is not None or mb.can_be_split(batch):
-                    return  # a single sample
-                else:
-                    why = "because the batch has no dimension of samples that all of it shares"
-                    otherwise = "With a method `split(self, batch, microbatches)` of the module, the step may be split."
+                against = self._try_step(batch, loss_of)
+                if against is None:
+                    return
+                why, otherwise = against
             layers = [layer.module for layer in pipeline.layers]
             splits = find_split_calls(module, layers, batch, self._microbatches, loss_of)
         except mb.UnsplittableBatchError:
@@ -206,7 +223,7 @@ class BatchSplitter:
             self.decided = (way, self._loss_weight)
             rank_zero_info(
                 f"roundpipe: whether the batch may be split could not be checked ({error!r}), so split={way!r}."
-                + (" Every result is right, but one device works at a time." if way == "whole" else "")
+                + (" One device works at a time." if way == "whole" else "")
             )
             return
         if splits is None:
@@ -214,8 +231,8 @@ class BatchSplitter:
         if not splits:
             self.decided = ("whole", self._loss_weight)
             rank_zero_info(
-                f"roundpipe: split='whole', {why}; and no call of a module with layers gives the same when it is split."
-                " Every result is right, but one device works at a time."
+                f"roundpipe: split='whole', because {why}; and no call of a module with layers gives the same when it"
+                " is split. Every result is right, but one device works at a time."
             )
             return
         self.decided = ("model", self._loss_weight)
@@ -223,9 +240,36 @@ class BatchSplitter:
         names = {module: name for name, module in module.named_modules()}
         called = ", ".join(dict.fromkeys(names[module] or type(module).__name__ for module, _ in splits))
         rank_zero_info(
-            f"roundpipe: split='model', {why}. The step runs once, and the calls of {called} in microbatches."
+            f"roundpipe: split='model', because {why}. The step runs once, and the calls of {called} in microbatches."
             f" {otherwise}"
         )
+
+    def _try_step(self, batch: Any, loss_of: LossOf) -> tuple[str, str] | None:
+        """Decides for the step, if that is right or asked for.
+
+        Returns:
+            Why it is not, and what else could be done; None where it is, or a later batch will tell.
+        """
+        if len(self._try_to_cut(batch)[0]) == 1:
+            if self._own_split is not None or mb.can_be_split(batch):
+                return None  # a single sample
+            return "the batch has no dimension of samples that all of it shares", _OWN_SPLIT
+        try:
+            evidence = gather_evidence(self._module, batch, self._try_to_cut, loss_of, self._loss_weight)
+        except Exception as error:
+            if self._asked == "step" or isinstance(error, mb.UnsplittableBatchError):
+                raise
+            return f"the step fails with a part of the batch ({error!r})", _OWN_SPLIT  # with all of it: tried next
+        if evidence is None:
+            return None
+        if self._asked == "step":
+            self.decided = ("step", self._loss_weight)
+            _warn_unless_fitting(evidence, self._loss_weight)
+            return None
+        if evidence.fits:
+            self._decide_for_step(evidence)
+            return None
+        return evidence.misfit(), _FASTER
 
     def _decide_for_step(self, evidence: Evidence) -> None:
         # Where means over tokens and over samples agree in this batch, tokens do in later ones, too, whose samples may
@@ -239,6 +283,19 @@ class BatchSplitter:
             why = "does not give the loss of the whole batch" if error is None else f"cannot be computed ({error!r})"
             rank_zero_warn(f"roundpipe: loss_weight={wanted!r} {why}: {best!r} is used in its place.")
         rank_zero_info(f"roundpipe: split='step', loss_weight={best!r}: {evidence.describe()}.")
+
+
+def _is_fibonacci(number: int) -> bool:
+    """These numbers come ever more rarely, and meet every remainder of most periods: what only every fourth batch does
+    is seen, too."""
+    return any(isqrt(square) ** 2 == square for square in (5 * number**2 - 4, 5 * number**2 + 4) if square >= 0)
+
+
+def _is_lack_of_memory(error: Exception) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    words = ("not enough memory", "can't allocate memory")  # of PyTorch's allocator on the host, by system
+    return isinstance(error, RuntimeError) and any(each in str(error) for each in words)
 
 
 def _warn_unless_fitting(evidence: Evidence, loss_weight: mb.LossWeight) -> None:

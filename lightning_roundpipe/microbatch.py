@@ -47,7 +47,8 @@ IGNORED_LABEL = -100  # PyTorch's cross_entropy ignores it, transformers pads wi
 
 REMEDY = (
     "Use a batch layout of tensors with the samples in dim 0 or lists with one item per sample, "
-    "give the module or the data module a method `split(self, batch, microbatches)` that returns the microbatches, "
+    "give the module or the data module a method `split(self, batch, microbatches)`, with just these names of "
+    "arguments, that returns the microbatches, "
     'or keep the batch whole with RoundPipeStrategy(split="whole").'
 )
 

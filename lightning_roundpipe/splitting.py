@@ -39,7 +39,7 @@ LossOf = Callable[[Any], Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """The first batch's loss, whole and put together from its microbatches with each weighting."""
+    """A batch's loss, whole and put together from its microbatches with each weighting."""
 
     whole: float
     parts: dict[str, float]
@@ -57,8 +57,10 @@ class Evidence:
     def describe(self) -> str:
         if self.accumulates:
             return f"each run of the step changes {', '.join(self.accumulates)} anew"
-        parts = ", ".join(f"{value:.6g} by {name!r}" for name, value in self.parts.items())
-        return f"the first batch's loss is {self.whole:.6g}; from its microbatches it is {parts}"
+        alike = [name for name, value in self.parts.items() if f"{value:.6g}" == f"{self.whole:.6g}"]
+        digits = 6 if self.fits.keys() >= set(alike) else 10  # a difference that matters is to be seen
+        parts = ", ".join(f"{value:.{digits}g} by {name!r}" for name, value in self.parts.items())
+        return f"the batch's loss is {self.whole:.{digits}g}; from its microbatches it is {parts}"
 
     def best(self, *preferred: str) -> str:
         """The name of the weighting that fits best: of those that rounding may have kept from it, the first one.
@@ -178,6 +180,15 @@ def compare(
         if errors[name] <= tolerance and not accumulates:
             fits[name] = weight
     return Evidence(float(whole), parts, fits, errors, accumulates, unusable, draws)
+
+
+def error_in(module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf) -> Exception | None:
+    """What the step raises with one of the batches, one after the other, if anything; it leaves no trace."""
+    try:
+        _run(module, batches, sizes, loss_of)
+    except Exception as error:
+        return error
+    return None
 
 
 def _run(

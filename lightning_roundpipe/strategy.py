@@ -128,7 +128,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     Raises:
         ValueError: When an argument is out of range.
-        TypeError: When ``torch.compile`` does not know an argument of `compile`.
+        TypeError: When ``torch.compile`` does not know an argument of `compile`, or `devices` is a number.
     """
 
     strategy_name = "roundpipe"
@@ -168,6 +168,11 @@ class RoundPipeStrategy(MultiProcessStrategy):
             raise ValueError(f"`schedule` must be one of {', '.join(SCHEDULES)}, or a Schedule; got {schedule!r}.")
         if lanes != "auto" and (not isinstance(lanes, int) or lanes < 1):
             raise ValueError(f"`lanes` must be at least 1 or 'auto', got {lanes!r}.")
+        if isinstance(devices, (int, str)):
+            raise TypeError(
+                "The strategy's `devices` are a list of devices (see its docstring), and their number belongs to the"
+                f" Trainer: Trainer(devices={devices!r}); got RoundPipeStrategy(devices={devices!r})."
+            )
         check_device_memory(device_memory, simulated=devices is not None)
         check_pin_memory(pin_memory)
         if device_memory != "auto" and schedule != "roundpipe":
@@ -212,6 +217,8 @@ class RoundPipeStrategy(MultiProcessStrategy):
         self._between: UseBetweenBatches | None = None
         self._spared: SparedObjects | None = None
         self._settled = self._lost_step = False
+        self._told_of_none = False
+        """Whether the present fit has warned of microbatches without a loss."""
         self._gradients_unused = False
         """Whether there are gradients of batches after the last optimizer step."""
         self._own_callbacks: list[Callback] = []
@@ -255,6 +262,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
     def setup(self, trainer: "pl.Trainer") -> None:
         super().setup(trainer)
         if trainer.state.fn == TrainerFn.FITTING:
+            self._told_of_none = False
             if self.lightning_module is not None and not self.lightning_module.automatic_optimization:
                 rank_zero_info(
                     "roundpipe: automatic_optimization=False: training_step runs as in plain Lightning, without"
@@ -584,6 +592,7 @@ class RoundPipeStrategy(MultiProcessStrategy):
                 arrived(tensor)
             bring_home(module, bring_down)
         if len(pieces) > 1:
+            self._tell_of_none([loss for loss, weight in zip(losses, weights, strict=True) if weight])
             logging.replay(losses, weights)
         if any(loss is not None for loss in self._batch.losses):
             pipeline.take_own_gradients()
@@ -618,6 +627,18 @@ class RoundPipeStrategy(MultiProcessStrategy):
 
     def _wanted(self) -> int:
         return self.microbatches or self._device_count() + 1
+
+    def _tell_of_none(self, losses: Sequence[Tensor | None]) -> None:
+        """Warns once where some of the microbatches that count have no loss, and others have."""
+        missing = sum(loss is None for loss in losses)
+        if self._told_of_none or not 0 < missing < len(losses):
+            return
+        self._told_of_none = True
+        rank_zero_warn(
+            f"roundpipe: training_step returned None for {missing} of {len(losses)} microbatches of a batch: only these"
+            " are left out, and the others count with their own weights. In plain Lightning training_step sees the"
+            " whole batch, and where it returns None, all of it is left out. To have that, set split='model'."
+        )
 
     def _merge_outputs(
         self, outputs: list[Any], batch: Batch, sizes: Sequence[int], weights: Sequence[float]

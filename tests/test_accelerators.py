@@ -243,3 +243,10 @@ def test_what_is_refused() -> None:
     strategy = RoundPipeStrategy(devices=[SimulatedDevice(0)])
     strategy.accelerator = accelerator = CPUAccelerator()
     assert strategy.accelerator is accelerator
+
+
+@pytest.mark.parametrize("devices", [2, "auto"])
+def test_a_number_of_devices_is_the_trainer_s(devices: Any) -> None:
+    """Python's own words: an int is not iterable."""
+    with pytest.raises(TypeError, match=rf"list of devices.*Trainer\(devices={devices!r}\)"):
+        RoundPipeStrategy(devices=devices)

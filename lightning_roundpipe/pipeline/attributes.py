@@ -461,7 +461,8 @@ class ModuleAttributes:
         return RuntimeError(
             f"{self._name(key)} changes in the step, and microbatches come to it in another order than one after the"
             " other, which they did not in the first batch. So what they find there would not be what a plain run has."
-            " Keep such values out of training_step, or train with RoundPipeStrategy(microbatches=1)."
+            " Keep such values out of training_step, set split='model' (it then runs once for the whole batch), or"
+            " train with RoundPipeStrategy(microbatches=1)."
         )
 
     def _found(self, number: int, module: nn.Module) -> "_Found":
