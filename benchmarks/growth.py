@@ -4,7 +4,8 @@
 
 Layers that do next to nothing, through Lightning's own loop. Counted is the whole process's processor time, so that
 neighbours on the machine matter little: a batch's, by the layer calls in it (forward and backward); and that of the
-first batch, in which the pipeline is built. Then the time from `fit` to the first batch with 1,000 layers.
+first batch, in which the pipeline is built. Then the time from `fit` to the first batch with 1,000 layers, and of the
+search for stages with 200.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from common import Batches, Row, alternate, quiet, show, train
 from torch import Tensor, nn
 
 from lightning_roundpipe import RoundPipeStrategy
+from lightning_roundpipe.schedules.costs import Costs
+from lightning_roundpipe.schedules.planner import plan
 
 SHAPES = ((8, 2), (32, 2), (128, 2), (512, 2), (32, 8), (32, 33))
 """Numbers of layers and microbatches."""
@@ -109,8 +112,30 @@ def set_up(layers: int) -> float:
     raise RuntimeError("Training has ended before it began.")
 
 
+def search(layers: int) -> float:
+    """The most seconds of processor time that a search of stages and lanes takes: of a few kinds of training."""
+    costs = Costs(
+        [1 + 0.01 * (layer % 7) for layer in range(layers - 1)] + [6.0],
+        [2.0] * (layers - 1) + [12.0],
+        upload=[3.0] * layers,
+        download=[3.0] * layers,
+        optimizer=[1.0] * layers,
+        hop=0.1,
+    )
+    seconds = []
+    for devices, microbatches, staleness in ((4, 5, 0), (4, 16, 1), (8, 9, 1), (8, 32, 0), (8, 32, 1)):
+        start = time.thread_time()
+        plan(costs, microbatches, devices, staleness=staleness, lanes=None)
+        seconds.append(time.thread_time() - start)
+    return max(seconds)
+
+
 def measure(
-    rounds: int = 3, batches: int = 5, shapes: Sequence[tuple[int, int]] = SHAPES, layers: int = 1000
+    rounds: int = 3,
+    batches: int = 5,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    layers: int = 1000,
+    searched: int = 200,
 ) -> list[Row]:
     torch.set_num_threads(1)
     fewest, few, most = min(shapes), shapes[1], max(shapes)
@@ -133,6 +158,8 @@ def measure(
         rows.append(Row(f"a layer call {what}, by one without", ratio, "", GROWTH, at_most=True))
     seconds = statistics.median(set_up(layers) for _ in range(rounds))
     rows.append(Row(f"from fit to the first step, {layers:,} layers", seconds, "s", 2.0, at_most=True))
+    seconds = statistics.median(search(searched) for _ in range(rounds))
+    rows.append(Row(f"the longest search of stages and lanes, {searched} layers", seconds, "s", 1.0, at_most=True))
     return rows
 
 

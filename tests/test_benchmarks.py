@@ -41,8 +41,8 @@ def test_scheduling(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_growth(benchmark: Any) -> None:
-    rows = benchmark("growth").measure(rounds=1, batches=2, shapes=((2, 2), (3, 2), (3, 3)), layers=4)
-    assert len(rows) == 11 and all(row.measured > 0 for row in rows)
+    rows = benchmark("growth").measure(rounds=1, batches=2, shapes=((2, 2), (3, 2), (3, 3)), layers=4, searched=4)
+    assert len(rows) == 12 and all(row.measured > 0 for row in rows)
 
 
 def test_overhead(benchmark: Any, monkeypatch: pytest.MonkeyPatch) -> None:
