@@ -279,6 +279,10 @@ def test_steps_of_earlier_batches_are_made_when_a_later_one_fails(bench: Callabl
 # --- what can be stepped how
 
 
+class Renamed(SGD):
+    """Torch's own in everything but its name."""
+
+
 class TakesClosure(Optimizer):
     def step(self, closure: Any) -> Any: ...
 
@@ -289,6 +293,7 @@ class TakesClosure(Optimizer):
         (SGD, True, False),
         (torch.optim.AdamW, True, False),
         (torch.optim.Adafactor, True, False),
+        (Renamed, True, False),
         (torch.optim.LBFGS, False, True),
         (Counting, False, False),
         (lambda parameters: TakesClosure(parameters, {}), False, True),

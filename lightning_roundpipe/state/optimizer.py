@@ -366,8 +366,10 @@ def steps_by_parameter(optimizer: Optimizer) -> bool:
     torchs = next((i for i, kind in enumerate(kinds) if f"{kind.__module__}.".startswith("torch.optim.")), None)
     if torchs is None or kinds[torchs] is Optimizer or needs_closure(optimizer):
         return False
+    if not inspect.unwrap(type(optimizer).step).__module__.startswith("torch.optim."):
+        return False
     own = {name for kind in kinds[:torchs] for name in vars(kind) if not name.startswith("__")}
-    return not any(hasattr(kinds[torchs], name) for name in own)
+    return not any(hasattr(kinds[torchs], name) for name in own - {"step"})  # torch puts its own there, wrapped
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
