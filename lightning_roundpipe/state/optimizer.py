@@ -1,8 +1,8 @@
 """The optimizer worker: a thread that steps in the background, layer by layer, and publishes what it stepped.
 
 A step works on a snapshot of the optimizer: a shallow copy with the groups' values of the moment it was handed in (a
-scheduler may change them meanwhile), on aliases of the parameters (so that no two threads touch ``.grad`` of the user's
-parameters), sharing the per-parameter state.
+scheduler may change them meanwhile), and what steps that were pending then have changed in them, on aliases of the
+parameters (so that no two threads touch ``.grad`` of the user's parameters), sharing the per-parameter state.
 
 It starts when the batch's backward has gone through: were layers stepped as soon as their gradients are there, an
 error in the rest of the backward would leave a model of which one half has made the step.
