@@ -24,16 +24,20 @@ _HANDING_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage
 
 
 @contextmanager
-def comparable(module: nn.Module) -> Iterator["Repeatable"]:
+def comparable(module: nn.Module, number: float = 0.0) -> Iterator["Repeatable"]:
     """A batch and its parts compute the same in it, if the loss allows: without randomness, and with the running
     statistics of BatchNorm, for that it normalizes per microbatch is known and no coupling of the loss. See also
     :func:`undone`.
+
+    Args:
+        module: The user's module.
+        number: What a single random number is, that all samples share.
     """
     with undone(module) as generators:
         for generator in (torch.default_generator, *generators):
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(_SEED)
-        repeatable = Repeatable(generators)
+        repeatable = Repeatable(generators, number)
         try:
             with repeatable:
                 for submodule in module.modules():
@@ -61,12 +65,16 @@ class Repeatable(TorchFunctionMode):
         torch.rand: torch.zeros, torch.rand_like: torch.zeros_like,
     }  # fmt: skip
 
-    def __init__(self, generators: Sequence[Any]) -> None:
+    def __init__(self, generators: Sequence[Any], number: float = 0.0) -> None:
         """
         Args:
             generators: The module's own.
+            number: What a single random number is, that all samples share.
         """
         super().__init__()
+        self._number = number
+        self.drew_number = False
+        """Whether there was such a number."""
         self._generators = [(generator, generator_state(generator)) for generator in generators]
         self._shared = RandomState.capture()
         self._strange: dict[int, tuple[torch.Generator, Tensor]] = {}
@@ -165,6 +173,10 @@ class Repeatable(TorchFunctionMode):
         """What the samples at hand draw; zeros where it is not known which they are."""
         self._draws += 1
         samples = self._samples
+        if zeros.is_floating_point() and zeros.numel() == 1 and (zeros.ndim == 0 or samples != 1):
+            self.drew_number = True
+            zeros.detach().fill_(self._number)
+            return zeros
         if not samples or not zeros.is_floating_point() or zeros.ndim == 0 or zeros.size(0) % samples:
             return zeros
         each = zeros.size(0) // samples

@@ -30,6 +30,8 @@ from lightning_roundpipe.undoing import undone
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 2e-2  # half precision
 _ROUNDING = 2e-6  # of a loss in single precision that is put together from parts
+_NUMBER = 0.37
+"""A random number that all samples share, where zero shows nothing: the share of a sample in a mixture of two, say."""
 Cut = Callable[[Any], tuple[list[Any], list[int]]]
 """Cuts a batch: the microbatches, and how many samples each has."""
 
@@ -138,27 +140,33 @@ def compare(
     loss_of: LossOf,
     candidates: dict[str, LossWeight],
     ignored: set[int] | None = None,
+    number: float = 0.0,
 ) -> Evidence | None:
     """The losses of the whole batch and of its microbatches, and what they leave on the module.
+
+    Where the step draws single random numbers, they are zero, for many a step does what it rarely does below a small
+    one; and if some weighting fits then, another number.
 
     Args:
         module, batch, cut, loss_of: As for :func:`gather_evidence`.
         candidates: The weightings to try, by name.
         ignored: Gets the labels that the step's losses do not count.
+        number: What a single random number is.
 
     Returns:
         None where the loss says nothing: there is none, or it is zero or not finite.
     """
     pieces, sizes = cut(batch)
-    (whole,), left, draws = _run(module, [batch], [sum(sizes)], loss_of, ignored)
+    at_once = _run(module, [batch], [sum(sizes)], loss_of, number, ignored)
+    whole = at_once.losses[0]
     if whole is None or not whole.isfinite():
         return None
-    losses, left_by_parts, _ = _run(module, pieces, sizes, loss_of)
+    in_parts = _run(module, pieces, sizes, loss_of, number)
     accumulates: tuple[str, ...] = ()
-    if changed := [name for name, value in left_by_parts.items() if not _alike(left.get(name), value)]:
-        _, left_by_last, _ = _run(module, pieces[-1:], sizes[-1:], loss_of)  # what is only set anew is no matter
-        accumulates = tuple(name for name in changed if not _alike(left_by_last.get(name), left_by_parts[name]))
-    if any(loss is None for loss in losses):
+    if changed := [name for name, value in in_parts.left.items() if not _alike(at_once.left.get(name), value)]:
+        last = _run(module, pieces[-1:], sizes[-1:], loss_of, number)  # what is only set anew is no matter
+        accumulates = tuple(name for name in changed if not _alike(last.left.get(name), in_parts.left[name]))
+    if any(loss is None for loss in in_parts.losses):
         return None
     tolerance = _TOLERANCE.get(whole.dtype, _COARSE)
     parts: dict[str, float] = {}
@@ -171,7 +179,7 @@ def compare(
         except Exception as error:  # no labels or samples to count, or whatever a function of the user's raises
             unusable[name] = error
             continue
-        terms = [w * float(loss) for w, loss in zip(weights, losses, strict=True) if loss is not None]
+        terms = [w * float(loss) for w, loss in zip(weights, in_parts.losses, strict=True) if loss is not None]
         parts[name] = sum(terms)
         scale = max(abs(float(whole)), sum(map(abs, terms)))
         if scale == 0:  # every weighting fits a loss of zero
@@ -179,7 +187,13 @@ def compare(
         errors[name] = abs(parts[name] - float(whole)) / scale
         if errors[name] <= tolerance and not accumulates:
             fits[name] = weight
-    return Evidence(float(whole), parts, fits, errors, accumulates, unusable, draws)
+    evidence = Evidence(float(whole), parts, fits, errors, accumulates, unusable, at_once.draws)
+    if fits and at_once.draws_number and not number:
+        with suppress(Exception):  # a step that bears no other values
+            other = compare(module, batch, cut, loss_of, fits, number=_NUMBER)
+            if other is not None:
+                return replace(evidence, fits=other.fits) if other.fits else other
+    return evidence
 
 
 def error_in(module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf) -> Exception | None:
@@ -191,33 +205,54 @@ def error_in(module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], lo
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What came of the step with batches one after the other."""
+
+    losses: list[Tensor | None]
+    left: dict[str, Tensor]
+    """The numbers that they left on the module."""
+    draws: bool
+    """Whether random numbers were drawn all the same."""
+    draws_number: bool
+    """Whether a single number was drawn, that all samples share."""
+
+
 def _run(
-    module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None = None
-) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
-    """The losses of batches one after the other, the numbers that they leave on the module, and whether random numbers
-    were drawn all the same.
-    """
+    module: nn.Module,
+    batches: Sequence[Any],
+    sizes: Sequence[int],
+    loss_of: LossOf,
+    number: float = 0.0,
+    ignored: set[int] | None = None,
+) -> _Run:
     try:
         with torch.no_grad():
-            return _run_as_told(module, batches, sizes, loss_of, ignored)
+            return _run_as_told(module, batches, sizes, loss_of, number, ignored)
     except RuntimeError:  # a step that differentiates code of its own needs gradients
         with torch.enable_grad():
-            return _run_as_told(module, batches, sizes, loss_of, ignored)
+            return _run_as_told(module, batches, sizes, loss_of, number, ignored)
 
 
 def _run_as_told(
-    module: nn.Module, batches: Sequence[Any], sizes: Sequence[int], loss_of: LossOf, ignored: set[int] | None
-) -> tuple[list[Tensor | None], dict[str, Tensor], bool]:
+    module: nn.Module,
+    batches: Sequence[Any],
+    sizes: Sequence[int],
+    loss_of: LossOf,
+    number: float,
+    ignored: set[int] | None,
+) -> _Run:
     """Runs them with or without gradients, as the thread has them at the moment."""
     losses: list[Tensor | None] = []
-    with comparable(module) as repeatable:
+    with comparable(module, number) as repeatable:
         for batch, size in zip(batches, sizes, strict=True):
             repeatable.begin(size)
             loss = loss_of(_own(batch))
             losses.append(None if loss is None else loss.detach().clone())
         if ignored is not None:
             ignored |= repeatable.ignored_labels
-        return losses, _numbers_left(module, repeatable.written_parameters()), repeatable.drew()
+        left = _numbers_left(module, repeatable.written_parameters())
+        return _Run(losses, left, repeatable.drew(), repeatable.drew_number)
 
 
 def _numbers_left(module: nn.Module, written: Sequence[nn.Parameter]) -> dict[str, Tensor]:
@@ -273,20 +308,30 @@ def find_split_calls(
         How each is split, by module and :func:`signature` of its arguments. None where the loss says nothing: there is
         none, or it is not finite.
     """
-    whole = _loss(module, batch, loss_of)
-    if whole is None or not whole.isfinite():
+    run = partial(_run, module, [batch], [0], loss_of)
+    first = run()
+    if not _is_usable(first.losses[0]):
         return None
     with ExitStack() as stack:
         with suppress(Exception):  # a step that bears no other values
             with moved_parameters(module):
-                moved = _loss(module, batch, loss_of)
-            if moved is not None and moved.isfinite():
-                whole = moved
+                moved = run()
+            if _is_usable(moved.losses[0]):
                 stack.enter_context(moved_parameters(module))
         trial = _Trial(module, layers, microbatches)
-        with trial.intercepting():
-            joined = _loss(module, batch, loss_of)
-        return trial.splits if joined is not None and close(joined, whole) else {}
+        for number in (0.0, _NUMBER) if first.draws_number else (0.0,):
+            whole = run(number).losses[0]
+            if whole is None or not _is_usable(whole):
+                continue
+            with trial.intercepting():
+                joined = run(number).losses[0]
+            if joined is None or not close(joined, whole):
+                return {}
+        return trial.splits
+
+
+def _is_usable(loss: Tensor | None) -> bool:
+    return loss is not None and bool(loss.isfinite())
 
 
 class _Trial:
@@ -391,10 +436,6 @@ def _is_looked_into(module: nn.Module) -> bool:
     ]
     is_model = hasattr(type(module), "base_model_prefix")
     return any(not (is_model and (getattr(h, "__module__", None) or "").startswith("transformers.")) for h in hooks)
-
-
-def _loss(module: nn.Module, batch: Any, loss_of: LossOf) -> Tensor | None:
-    return _run(module, [batch], [0], loss_of)[0][0]
 
 
 def _own(batch: Any) -> Any:

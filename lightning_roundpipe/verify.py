@@ -260,7 +260,8 @@ class _Check:
             self.same_parts = False
             text = (
                 "Microbatches draw random numbers, or normalize by statistics, of their own, so that they cannot be"
-                " compared with the whole batch. Verify module.eval(), in which they do not."
+                " compared with the whole batch. Verify module.eval(), in which layers do not; where the step itself"
+                " draws, it cannot be told."
             )
             self._found("split", None, text)
         return expected

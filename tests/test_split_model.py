@@ -19,6 +19,7 @@ from transformers import MixtralConfig, MixtralForCausalLM
 from lightning_roundpipe import RoundPipeStrategy
 from lightning_roundpipe.pipeline import turnstile
 from lightning_roundpipe.pipeline.call_split import CallSplit, find_split
+from lightning_roundpipe.splitting import find_split_calls
 
 LossOf = Callable[["Model", Any], Tensor]
 
@@ -212,6 +213,57 @@ class CountsRows(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x) / len(x)
+
+
+def mixed_up(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
+    """Mixup: each sample is mixed with one drawn from the whole batch."""
+    x, y = batch
+    other = torch.randperm(len(x))
+    return (model(share * x + (1 - share) * x[other]) - share * y - (1 - share) * y[other]).square().mean()
+
+
+def sometimes_coupled(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
+    return variance(model, batch) if share < 0.1 else per_sample_mean(model, batch)
+
+
+def mostly_coupled(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
+    return variance(model, batch) if share > 0.1 else per_sample_mean(model, batch)
+
+
+def scaled(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
+    return share * per_sample_mean(model, batch) + per_sample_mean(model, batch)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [(mixed_up, "model"), (sometimes_coupled, "model"), (mostly_coupled, "model"), (scaled, "step")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
+def test_a_random_number_of_the_whole_batch(loss: Callable[..., Tensor], expected: str, shape: tuple[int, ...]) -> None:
+    """What a step does with one number that all samples share may show with small ones only, or only with others."""
+    model = Model(blocks(), lambda model, batch: loss(model, batch, torch.rand(shape).double()).sum()).double()
+    strategy = RoundPipeStrategy(microbatches=3)
+    fit(model, batches(), strategy, devices=2)
+    assert way(strategy) == expected
+
+
+class DropsLayers(nn.Module):
+    """Skips its layers, and what then couples samples, with a probability of a fifth."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = blocks()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.rand(()) < 0.2 else self.blocks(x) / len(x)
+
+
+def test_calls_that_draw_a_number_are_opened() -> None:
+    model = Model(DropsLayers(), variance).double()
+    found = find_split_calls(model, list(model.net.blocks), batches()[0], 3, lambda part: variance(model, part))
+    assert found is not None
+    assert {module for module, _ in found} == {model.net.blocks}
 
 
 def test_what_leaves_traces_is_opened() -> None:
