@@ -65,7 +65,7 @@ class Repeatable(TorchFunctionMode):
         torch.rand: torch.zeros, torch.rand_like: torch.zeros_like,
     }  # fmt: skip
 
-    def __init__(self, generators: Sequence[Any], number: float = 0.0) -> None:
+    def __init__(self, generators: Sequence[Any], number: float) -> None:
         """
         Args:
             generators: The module's own.
@@ -173,11 +173,13 @@ class Repeatable(TorchFunctionMode):
         """What the samples at hand draw; zeros where it is not known which they are."""
         self._draws += 1
         samples = self._samples
-        if zeros.is_floating_point() and zeros.numel() == 1 and (zeros.ndim == 0 or samples != 1):
+        if not zeros.is_floating_point():
+            return zeros
+        if zeros.ndim == 0 or (zeros.numel() == 1 and samples != 1):
             self.drew_number = True
             zeros.detach().fill_(self._number)
             return zeros
-        if not samples or not zeros.is_floating_point() or zeros.ndim == 0 or zeros.size(0) % samples:
+        if not samples or zeros.size(0) % samples:
             return zeros
         each = zeros.size(0) // samples
         for sample in range(samples):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -159,7 +159,7 @@ def compare(
     pieces, sizes = cut(batch)
     at_once = _run(module, [batch], [sum(sizes)], loss_of, number, ignored)
     whole = at_once.losses[0]
-    if whole is None or not whole.isfinite():
+    if not _is_usable(whole):
         return None
     in_parts = _run(module, pieces, sizes, loss_of, number)
     accumulates: tuple[str, ...] = ()
@@ -189,10 +189,9 @@ def compare(
             fits[name] = weight
     evidence = Evidence(float(whole), parts, fits, errors, accumulates, unusable, at_once.draws)
     if fits and at_once.draws_number and not number:
-        with suppress(Exception):  # a step that bears no other values
-            other = compare(module, batch, cut, loss_of, fits, number=_NUMBER)
-            if other is not None:
-                return replace(evidence, fits=other.fits) if other.fits else other
+        other = compare(module, batch, cut, loss_of, fits, number=_NUMBER)
+        if other is not None:
+            return replace(evidence, fits=other.fits) if other.fits else other
     return evidence
 
 
@@ -309,19 +308,20 @@ def find_split_calls(
         none, or it is not finite.
     """
     run = partial(_run, module, [batch], [0], loss_of)
-    first = run()
-    if not _is_usable(first.losses[0]):
+    at_zero = run()
+    if not _is_usable(at_zero.losses[0]):
         return None
     with ExitStack() as stack:
         with suppress(Exception):  # a step that bears no other values
             with moved_parameters(module):
                 moved = run()
             if _is_usable(moved.losses[0]):
+                at_zero = moved
                 stack.enter_context(moved_parameters(module))
         trial = _Trial(module, layers, microbatches)
-        for number in (0.0, _NUMBER) if first.draws_number else (0.0,):
-            whole = run(number).losses[0]
-            if whole is None or not _is_usable(whole):
+        for number in (0.0, _NUMBER) if at_zero.draws_number else (0.0,):
+            whole = (run(number) if number else at_zero).losses[0]
+            if not _is_usable(whole):
                 continue
             with trial.intercepting():
                 joined = run(number).losses[0]
@@ -330,7 +330,7 @@ def find_split_calls(
         return trial.splits
 
 
-def _is_usable(loss: Tensor | None) -> bool:
+def _is_usable(loss: Tensor | None) -> TypeGuard[Tensor]:
     return loss is not None and bool(loss.isfinite())
 
 

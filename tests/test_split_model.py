@@ -230,6 +230,12 @@ def mostly_coupled(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) ->
     return variance(model, batch) if share > 0.1 else per_sample_mean(model, batch)
 
 
+def mostly_of_many(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
+    if share > 0.1 and len(batch[0]) < 7:
+        raise ValueError("too few samples")
+    return per_sample_mean(model, batch)
+
+
 def scaled(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
     return share * per_sample_mean(model, batch) + per_sample_mean(model, batch)
 
@@ -237,7 +243,13 @@ def scaled(model: Model, batch: tuple[Tensor, Tensor], share: Tensor) -> Tensor:
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
 @pytest.mark.parametrize(
     ("loss", "expected"),
-    [(mixed_up, "model"), (sometimes_coupled, "model"), (mostly_coupled, "model"), (scaled, "step")],
+    [
+        (mixed_up, "model"),
+        (sometimes_coupled, "model"),
+        (mostly_coupled, "model"),
+        (mostly_of_many, "model"),
+        (scaled, "step"),
+    ],
     ids=lambda value: getattr(value, "__name__", value),
 )
 def test_a_random_number_of_the_whole_batch(loss: Callable[..., Tensor], expected: str, shape: tuple[int, ...]) -> None:
