@@ -26,6 +26,7 @@ BENCHMARKS = {
     "two_devices": "Two devices on two cores, against other ways to use them",
     "optimizer": "The optimizer step",
     "memory": "Host memory",
+    "device_memory": "Memory of devices, counted",
     "growth": "What grows with the model",
     "steady": "A late step by an early one, a slow step beside the computation",
     "schedules": "Every schedule by its simulation",

@@ -68,6 +68,13 @@ def test_memory(benchmark: Any) -> None:
     assert len(found["resident"]) == 10 and len(found["objects"]) == 2
 
 
+def test_device_memory(benchmark: Any) -> None:
+    """Nothing of it is timed: how much a device may hold is judged here, too."""
+    rows = benchmark("device_memory").measure(batches=4, width=64, tokens=8, depths=(2, 5), microbatches=2)
+    assert len(rows) == 7
+    assert all(row.holds and row.measured > 0 for row in rows[:2])
+
+
 def test_gpu(benchmark: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """What of it needs no GPU: the models, counting, and the table."""
     gpu = benchmark("gpu")

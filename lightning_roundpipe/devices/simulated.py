@@ -15,12 +15,13 @@ but where torch itself goes another way on the CPU: in attention, unless its "ma
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy
 import torch
@@ -33,7 +34,7 @@ from lightning_roundpipe.devices.base import Mark
 from lightning_roundpipe.devices.pinned import dense_strides
 from lightning_roundpipe.devices.simulated_autocast import KEYS, autocast_as_on_the_host, watching_casts
 from lightning_roundpipe.devices.simulated_links import Link
-from lightning_roundpipe.devices.simulated_memory import Block, SimulatedMemory
+from lightning_roundpipe.devices.simulated_memory import Block, BlockCache, SimulatedMemory
 from lightning_roundpipe.devices.simulated_random import keep_random_states
 from lightning_roundpipe.devices.simulated_streams import SimulatedEvent, SimulatedStream, Uses, current_stream
 from lightning_roundpipe.devices.stopwatch import HostStopwatch
@@ -670,6 +671,11 @@ def pinned_bytes() -> int:
     return sum(storage.nbytes() for of in _pinned.valuerefs() if (storage := of()) is not None)
 
 
+def new_pinned_blocks() -> int:
+    """How many blocks of pinned memory an allocator would have had to ask the system for so far."""
+    return _pinned_blocks.new
+
+
 def _check_pinnable(nbytes: int) -> None:
     """Before so many bytes more are pinned.
 
@@ -684,7 +690,13 @@ def _check_pinnable(nbytes: int) -> None:
 def _note_pinned(tensor: Tensor) -> Tensor:
     """The tensor, whose host memory counts as pinned from now on."""
     if tensor.layout == torch.strided:
-        _pinned[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        _pinned[storage._cdata] = storage
+        with _host_uses_lock:
+            while _pinned_freed:
+                _pinned_blocks.give_back(_pinned_freed.popleft())
+            _pinned_blocks.take(storage.nbytes())
+        finalize(storage, _pinned_freed.append, storage.nbytes()).atexit = False
     return tensor
 
 
@@ -726,6 +738,9 @@ _SOME_STORAGE = torch.empty(0).untyped_storage()
 _OURS_ALONE = torch._C._storage_Use_Count(_SOME_STORAGE._cdata)
 """The count of a storage that nobody else holds."""
 _pinned: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
+_pinned_blocks = BlockCache()
+_pinned_freed: deque[int] = deque()
+"""Sizes of blocks that are free, which may be noted anywhere, at any time."""
 
 
 def _use_host_memory(tensor: Tensor, blocking: bool) -> Uses:

@@ -250,6 +250,7 @@ class Batch:
         """The last microbatch that has called a layer, and how many do at the moment."""
         self._forwards_left = self.microbatches
         self._threads_left = self.microbatches
+        self._needs_runs = True
         self._changed = monitor.condition()
 
     @property
@@ -363,4 +364,16 @@ class Batch:
     def thread_done(self) -> None:
         with self._monitor.lock:
             self._threads_left -= 1
+            self._let_go()
             self._changed.notify_all()
+
+    def forget_runs(self) -> None:
+        """Lets go of the microbatches as soon as they are done: they hold the batch, and so none would be freed before
+        a garbage collection."""
+        with self._monitor.lock:
+            self._needs_runs = False
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if not self._needs_runs and self._threads_left == 0:
+            self.runs = []

@@ -132,6 +132,7 @@ class FanningOut:
             work = partial(self._steps.run_backward, part, partial(fan_out.roots, index))
             self._threads.submit(1 + index, work, then=fan_out.thread_done)
         fan_out.wait_all()
+        fan_out.forget_runs()
         self._handover.take(microbatch)
         return fan_out.input_gradients()
 

@@ -253,6 +253,7 @@ class Pipeline:
             self._attributes.end_batch(batch)
         commit_norm_statistics([run.norm_statistics for run in batch.runs if run is not None])
         self._learn(batch, rounds_gradients)
+        batch.forget_runs()
         return batch
 
     def _make_batch(
