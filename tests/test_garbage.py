@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from helpers import fit_pipeline
 from models import MLP, Lit, batches_of, vectors
 
 from lightning_roundpipe.garbage import SparedObjects
+from lightning_roundpipe.pipeline.batch import Batch, Microbatch
 
 
 @pytest.fixture
@@ -51,3 +53,29 @@ def test_what_the_program_spares_stays_spared(nothing_spared: None) -> None:
     assert gc.get_freeze_count() <= before
     spared.release()
     assert gc.get_freeze_count() > 0.9 * before
+
+
+class Living(MLP):
+    """Which batches and microbatches there are when each batch begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.living: list[int] = []
+
+    def on_train_batch_start(self, *_: object) -> None:
+        self.trainer.strategy.settle()
+        self.living.append(sum(issubclass(type(each), (Batch, Microbatch)) for each in gc.get_objects()))
+
+
+@pytest.mark.parametrize("options", [{}, {"split": "model"}, {"staleness": 1}, {"schedule": "zb1p"}], ids=str)
+def test_batches_are_freed_without_a_collection(options: dict[str, Any], nothing_spared: None) -> None:
+    """They hold a microbatch's loss, in pinned memory, and generators' states."""
+    torch.manual_seed(0)
+    model = Living().double()
+    gc.collect()
+    gc.disable()
+    try:
+        fit_pipeline(model, batches_of(vectors, 9, 4), 2, 2, **options)
+    finally:
+        gc.enable()
+    assert len(set(model.living[2:])) == 1 and model.living[2] <= 4

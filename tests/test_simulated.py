@@ -27,6 +27,7 @@ from lightning_roundpipe.devices import (
     StreamOrderError,
     simulating,
 )
+from lightning_roundpipe.devices.simulated import new_pinned_blocks, pinned
 
 FLOAT = 4
 
@@ -580,6 +581,54 @@ def test_memory_is_counted_by_storage(device: SimulatedDevice, here: torch.devic
     z = y.clone()
     del z
     assert device.memory.live == 2 * FLOAT and device.memory.peak == 4 * FLOAT
+
+
+def test_new_blocks_are_those_for_which_nothing_freed_serves(device: SimulatedDevice, here: torch.device) -> None:
+    def new(make: Callable[[], Any]) -> int:
+        before = device.memory.blocks.new
+        make()
+        return device.memory.blocks.new - before
+
+    def two() -> None:
+        held = [torch.zeros(5, device=here) for _ in range(2)]
+        assert len(held) == 2
+
+    side = device.stream()
+
+    def aside() -> None:
+        with side:
+            torch.zeros(5, device=here)
+
+    def recorded() -> None:
+        x = torch.zeros(5, device=here)
+        side.wait_stream(device.default_stream)
+        with side:
+            x.sum()
+        x.record_stream(side)
+
+    assert new(lambda: torch.zeros(5, device=here)) == 1
+    assert new(lambda: torch.zeros(5, device=here)) == 0
+    assert new(lambda: torch.zeros(6, device=here)) == 1, "another size"
+    assert new(two) == 1 and new(two) == 0
+    assert new(aside) == 1 and new(aside) == 0, "another stream"
+    assert new(lambda: torch.zeros(3, device=here).resize_(6)) == 1, "what is resized, has another place"
+    assert new(lambda: torch.zeros(3, device=here)) == 0 and new(lambda: torch.zeros(0, device=here)) == 0
+    assert new(recorded) == 1, "the sum's"
+    assert new(two) == 1, "one is held until the other stream has done with it"
+    device.default_stream.wait_stream(side)
+    assert new(two) == 0 and device.memory.live == 0
+
+
+def test_new_pinned_blocks(here: torch.device) -> None:
+    gc.collect()
+
+    def new(count: int) -> int:
+        before = new_pinned_blocks()
+        held = [pinned(torch.zeros(12345)) for _ in range(count)]
+        assert len(held) == count
+        return new_pinned_blocks() - before
+
+    assert [new(count) for count in (2, 1, 2, 3, 3)] == [2, 0, 0, 1, 0]
 
 
 def test_autograd_holds_what_it_saves(device: SimulatedDevice, here: torch.device) -> None:
