@@ -70,7 +70,7 @@ def test_memory(benchmark: Any) -> None:
 
 def test_device_memory(benchmark: Any) -> None:
     """Nothing of it is timed: how much a device may hold is judged here, too."""
-    rows = benchmark("device_memory").measure(batches=4, width=64, tokens=8, depths=(2, 5), microbatches=2)
+    rows = benchmark("device_memory").measure(batches=4, width=64, tokens=8, depths=(2, 5), microbatches=2, rounds=1)
     assert len(rows) == 7
     assert all(row.holds and row.measured > 0 for row in rows[:2])
 
