@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -168,9 +169,15 @@ class Watched(RoundPipeStrategy):
         self.in_background = False
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        loss = super().training_step(*args, **kwargs)
+        forget = Batch.forget_runs
+
+        def note(batch: Batch) -> None:
+            self.calls += [len(run.sequence) for run in batch.runs if run is not None]
+            forget(batch)
+
+        with patch.object(Batch, "forget_runs", note):
+            loss = super().training_step(*args, **kwargs)
         self.losses.append(loss.detach().clone())
-        self.calls += [len(run.sequence) for run in self._pipeline.batch.runs]
         self.in_background = self.steps_in_background
         return loss
 
