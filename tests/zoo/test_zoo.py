@@ -13,6 +13,7 @@ from models import Lit, batches_of
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_roundpipe.pipeline.batch import Batch
 from zoo.entries import ZOO
 from zoo.entry import Entry
 from zoo.table import PATH, Row, page
